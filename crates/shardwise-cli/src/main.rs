@@ -21,7 +21,9 @@ fn keep_freed_memory() {
 
 mod bench;
 mod ckpt;
+mod embed;
 mod generate;
+mod lines;
 mod old_options;
 mod ops;
 mod output;
@@ -49,7 +51,7 @@ struct Cli {
 
 /// A paragraph is one line here: clap wraps it to the width of the terminal. Lines of examples are shorter than 80 columns.
 const AFTER_HELP: &str = "\
-Under mpirun or srun, `train` and the multi-rank benchmarks run one rank per process (in builds with the feature `mpi`); \
+Under mpirun or srun, `train`, `generate`, `embed` and the multi-rank benchmarks run one rank per process (in builds with the feature `mpi`); \
 every other command runs on the first process alone. Output is text, also in a pipe; pass --json for machine-readable output.
 
 Examples:
@@ -57,6 +59,8 @@ Examples:
   shardwise train --mesh dp=2,tp=2 --plan fsdp+tp --data FILE
   mpirun -n 4 shardwise train --plan fsdp   one rank per process
   shardwise generate shardwise-out --prompt Alice
+  shardwise generate model.gguf --chat      talk to a model
+  shardwise embed MODEL sentences.txt       compute sentence embeddings
   shardwise ckpt inspect DIRECTORY          list the contents of a checkpoint
   shardwise ckpt convert run/ hf/ --to hf   convert it for Hugging Face
   shardwise bench train                     time training steps
@@ -72,8 +76,10 @@ enum CliCommand {
     Ops(ops::OpsOptions),
     /// Train a language model on a mesh of threads, or of processes under mpirun
     Train(Box<train::TrainOptions>),
-    /// Generate text with a trained model
-    Generate(generate::GenerateOptions),
+    /// Generate text with a model directory, a GGUF file or a trained model
+    Generate(Box<generate::GenerateOptions>),
+    /// Compute sentence embeddings with an encoder
+    Embed(embed::EmbedOptions),
     /// Inspect, verify, compare, convert and reshard checkpoints
     Ckpt(ckpt::CkptOptions),
 }
@@ -82,9 +88,9 @@ impl CliCommand {
     /// Whether every process of an MPI job takes part; otherwise the first process runs the command alone.
     fn runs_on_all_processes(&self) -> bool {
         match self {
-            CliCommand::Train(_) => true,
+            CliCommand::Train(_) | CliCommand::Generate(_) | CliCommand::Embed(_) => true,
             CliCommand::Bench(bench) => bench.runs_on_all_processes(),
-            CliCommand::Ops(_) | CliCommand::Generate(_) | CliCommand::Ckpt(_) => false,
+            CliCommand::Ops(_) | CliCommand::Ckpt(_) => false,
         }
     }
 }
@@ -103,6 +109,7 @@ fn main() -> ExitCode {
         CliCommand::Ops(options) => ops::run(&options),
         CliCommand::Train(options) => train::run(*options),
         CliCommand::Generate(options) => generate::run(&options),
+        CliCommand::Embed(options) => embed::run(&options),
         CliCommand::Ckpt(options) => match ckpt::run(&options) {
             Ok(false) => return ExitCode::FAILURE,
             other => other.map(drop),

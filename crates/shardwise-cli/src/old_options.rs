@@ -6,7 +6,7 @@ use std::io::Write;
 use crate::processes;
 
 /// The command, the earlier spelling and the present one.
-const OLD_OPTIONS: [(&str, &str, &str); 9] = [
+const OLD_OPTIONS: [(&str, &str, &str); 10] = [
     ("train", "width", "d-model"),
     ("train", "hidden", "d-ff"),
     ("train", "key-heads", "kv-heads"),
@@ -15,6 +15,7 @@ const OLD_OPTIONS: [(&str, &str, &str); 9] = [
     ("train", "clip", "clip-grad-norm"),
     ("train", "master", "master-weights"),
     ("generate", "top", "top-k"),
+    ("generate", "tokens", "max-tokens"),
     ("bench", "times", "repeats"),
 ];
 

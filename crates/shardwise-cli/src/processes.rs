@@ -8,9 +8,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use shardwise::mesh::Network;
-use shardwise::{Error, Result};
+use shardwise::{Error, Mesh, Result, ThreadWorld};
 use shardwise_mpi::Settings;
 pub(crate) use shardwise_mpi::{Launched, launched};
+
+use crate::lines;
 
 /// Whether this is the first process of the job, which does the printing.
 pub(crate) fn is_first() -> bool {
@@ -36,6 +38,23 @@ pub(crate) fn world_sizes(asked: Option<&[usize]>, usual: &[usize]) -> Result<Ve
     }
 }
 
+/// The mesh that was asked for; otherwise `on_threads`, or the processes of the job along `axis`.
+pub(crate) fn mesh(asked: Option<&str>, on_threads: &str, axis: &str) -> Result<Mesh> {
+    let Some(Launched { by, size, .. }) = launched() else {
+        let mesh: Mesh = asked.unwrap_or(on_threads).parse()?;
+        ThreadWorld::new(mesh.size())?;
+        return Ok(mesh);
+    };
+    let mesh: Mesh = asked.map_or_else(|| format!("{axis}={size}"), str::to_string).parse()?;
+    if mesh.size() == size {
+        return Ok(mesh);
+    }
+    let ranks = mesh.size();
+    let found = format!("{mesh} for {ranks} rank(s) in a job of {size} process(es)");
+    let fix = format!("run with {by} -n {ranks}, or use a mesh of {size} rank(s) such as --mesh {axis}={size}");
+    Err(ErrorKind::Launch.error("mesh", found, "one process per rank", fix))
+}
+
 /// Returns `mine` if it is `Ok` on all processes; otherwise the error of the first process that has one, on all of them.
 ///
 /// Collective. For checks that every process makes before the ranks start; the settings of the environment are checked too.
@@ -45,6 +64,15 @@ pub(crate) fn all_ok<T>(mine: Result<T>) -> Result<T> {
         Settings::default().launch(size, move |world| world.all_ok(found.clone()))?;
     }
     mine
+}
+
+/// The text that `read` returns in the first process, in all of them: standard input is that of the first one. Collective.
+pub(crate) fn read_in_first(read: fn() -> Result<String>) -> Result<String> {
+    let Some(Launched { size, .. }) = launched().filter(|job| job.size > 1) else { return read() };
+    Settings::from_env().unwrap_or_default().launch(size, move |world| {
+        let text = world.on_first_rank(read)?;
+        Ok(lines::broadcast(&world, text.as_deref())?.unwrap_or_default())
+    })
 }
 
 /// The network between the ranks: between the processes of the job, or between threads.

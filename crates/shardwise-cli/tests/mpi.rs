@@ -198,10 +198,9 @@ fn processes_resume_from_checkpoints_of_threads_and_threads_from_those_of_proces
 fn commands_of_one_rank_run_and_print_once() {
     let place = Place::new("mpi-once");
     let summary = train(&place, 1, "run", &[&TINY[..], &["--steps", "1"]].concat());
-    let (out, checkpoint) = (place.at("run"), summary["checkpoint"].as_str().unwrap());
+    let checkpoint = summary["checkpoint"].as_str().unwrap();
     for arguments in [
-        &["generate", &out, "--tokens", "8", "--json"][..],
-        &["ckpt", "inspect", checkpoint, "--json"],
+        &["ckpt", "inspect", checkpoint, "--json"][..],
         &["ckpt", "verify", checkpoint, "--json"],
         &["ckpt", "dry-load", checkpoint, "--mesh", "dp=2", "--json"],
         &["ops", "--json"],
@@ -220,6 +219,35 @@ fn commands_of_one_rank_run_and_print_once() {
     let mut second = Command::new(PROGRAM);
     let second = second.args(["bench", "dispatch"]).env("PMI_RANK", "1").env("PMI_SIZE", "2").output().unwrap();
     assert!(second.status.success() && second.stdout.is_empty() && second.stderr.is_empty(), "{second:?}");
+}
+
+#[test]
+fn generation_on_processes_gives_the_tokens_of_threads() {
+    let place = Place::new("mpi-generate");
+    let data = concat!(env!("CARGO_MANIFEST_DIR"), "/../shardwise/tests/conformance/data/models");
+    let (llama, bert) = (format!("{data}/llama_gqa"), format!("{data}/bert"));
+    train(&place, 1, "run", &[&TINY[..], &["--steps", "1"]].concat());
+    for arguments in [
+        &["generate", &llama, "--prompt", "hello world", "--max-tokens", "6", "--json"][..],
+        &["generate", &llama, "--chat", "--prompt", "hello", "--max-tokens", "6", "--temperature", "1", "--json"],
+        &["generate", &place.at("run"), "--max-tokens", "8", "--json"],
+    ] {
+        let (alone, found) = (json(&succeeds(arguments)), json(&on(&place, 2, arguments).printed()));
+        assert_eq!((&found["tokens"], &found["text"]), (&alone["tokens"], &alone["text"]), "{arguments:?}");
+        assert_eq!((&found["mesh"], found["peak_memory_bytes"].as_array().unwrap().len()), (&"tp=2".into(), 2));
+    }
+    let sentences = place.file("sentences.txt", "one sentence\nand another one\nand a third");
+    let embed = ["embed", &bert, &sentences, "--normalize"];
+    let numbers = |text: String| -> Vec<f64> {
+        let rows = text.lines().map(json).flat_map(|row| row["embedding"].as_array().unwrap().clone());
+        rows.map(|value| value.as_f64().unwrap()).collect()
+    };
+    let (alone, found) = (numbers(succeeds(&embed)), numbers(on(&place, 2, &embed).printed()));
+    assert!(alone.len() == found.len() && alone.iter().zip(&found).all(|(a, b)| (a - b).abs() < 1e-5));
+    // errors that every process finds are printed once
+    on(&place, 2, &["generate", &llama]).failed_with(&["invalid prompt", "--batch"]);
+    on(&place, 2, &["generate", &llama, "--prompt", "a", "--mesh", "tp=3"]).failed_with(&["tp=3", "job of 2"]);
+    on(&place, 2, &["generate", &place.at("none"), "--prompt", "a"]).failed_with(&["invalid model", "none"]);
 }
 
 #[test]

@@ -48,13 +48,13 @@ fn training_learns_and_leaves_a_model_a_curve_and_a_log() {
 
     let out = summary["model"].as_str().unwrap();
     let written = |more: &[&str]| {
-        json(&succeeds(&[&["generate", out, "--prompt", "Alice", "--tokens", "24", "--json"], more].concat()))
+        json(&succeeds(&[&["generate", out, "--prompt", "Alice", "--max-tokens", "24", "--json"], more].concat()))
     };
     let text = written(&[])["text"].as_str().unwrap().to_string();
     assert!(!text.is_empty() && written(&[])["text"] == *text, "{text}");
     assert_ne!(written(&["--seed", "1"])["text"], *text);
     // greedy decoding continues the prompt
-    let beginning = succeeds(&["generate", out, "--prompt", "A", "--tokens", "4", "--temperature", "0"]);
+    let beginning = succeeds(&["generate", out, "--prompt", "A", "--max-tokens", "4", "--temperature", "0"]);
     assert!(beginning.starts_with('A') && beginning.len() > 4, "{beginning}");
 }
 
@@ -126,7 +126,7 @@ fn a_text_file_with_a_tokenizer_is_learned() {
         "{summary}"
     );
     let out = summary["model"].as_str().unwrap();
-    let text = succeeds(&["generate", out, "--prompt", "one two ", "--tokens", "4", "--temperature", "0"]);
+    let text = succeeds(&["generate", out, "--prompt", "one two ", "--max-tokens", "4", "--temperature", "0"]);
     assert_eq!(text.trim_end(), "one two three zwölf one two");
 }
 
@@ -211,7 +211,7 @@ fn ctrl_c_stops_after_the_step_and_saves_a_checkpoint() {
     let summary = json(&String::from_utf8(output.stdout).unwrap());
     let steps = summary["steps"].as_u64().unwrap();
     assert!(summary["stopped"] == true && (1..1_000_000).contains(&steps), "{summary}");
-    assert!(!succeeds(&["generate", &out, "--tokens", "3"]).is_empty());
+    assert!(!succeeds(&["generate", &out, "--max-tokens", "3"]).is_empty());
     // the checkpoint resumes
     let more = (steps + 3).to_string();
     let resumed =

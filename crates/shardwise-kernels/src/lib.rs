@@ -63,6 +63,7 @@ mod search;
 mod reduce_dims;
 pub mod rows;
 pub mod attention;
+pub mod experts;
 mod optimizer_update;
 mod norm_partial;
 pub mod quantized;

@@ -11,10 +11,12 @@
 //! * [`autograd`]: gradients, which stay partial sums until they are needed.
 //! * [`sharded`]: `ShardedTensor`, a tensor as an explicit list of shards, any number per rank, readable by other ranks.
 //! * [`optim`]: optimizers whose state has the layouts of the parameters, gradient clipping and learning-rate schedules.
+//! * [`text`]: tokenizers and chat templates.
 //! * [`data`]: batches in a reproducible order, sharded, resumable on another number of ranks.
 //! * [`plan`]: sharding plans, specified separately from the model or found by a planner.
 //! * [`mod@checkpoint`]: state saved and loaded in any layout, in PyTorch's, safetensors and native formats.
 //! * [`models`]: the `Model` trait, and language models written as if for one device.
+//! * [`generate`]: generation of text.
 //! * [`train`]: the training loop for any model.
 //! * [`DryWorld`]: the program of one rank of a world of any size, with shapes but without data.
 //!
@@ -63,9 +65,11 @@ pub mod nn;
 pub mod sharded;
 pub mod optim;
 pub mod plan;
+pub mod text;
 pub mod data;
 pub mod checkpoint;
 pub mod models;
+pub mod generate;
 pub mod train;
 pub mod guide;
 

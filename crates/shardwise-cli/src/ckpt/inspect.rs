@@ -133,7 +133,7 @@ fn describe(tensor: &StoredTensor) -> String {
 }
 
 /// A number of bytes in a readable unit.
-fn size(bytes: u64) -> String {
+pub(crate) fn size(bytes: u64) -> String {
     let units = ["B", "kB", "MB", "GB", "TB"];
     let mut value = bytes as f64;
     let mut unit = 0;

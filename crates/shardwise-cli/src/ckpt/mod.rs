@@ -1,9 +1,9 @@
 //! `shardwise ckpt`: inspects, compares, verifies, converts and reshards checkpoints of any format.
 
 mod convert;
-mod inspect;
+pub(crate) mod inspect;
 mod layouts;
-mod progress;
+pub(crate) mod progress;
 
 use shardwise::Error;
 use shardwise::error::ErrorKind;
@@ -263,7 +263,7 @@ pub(crate) fn run(options: &CkptOptions) -> Result<bool> {
 }
 
 #[derive(serde::Serialize)]
-struct LoadRow(RankLoad);
+pub(crate) struct LoadRow(pub(crate) RankLoad);
 
 impl TableRow for LoadRow {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {

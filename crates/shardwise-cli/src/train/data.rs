@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use shardwise::data::{Batches, TokenSequences};
+use shardwise::text::{TextFiles, Tokenizer};
 use shardwise::{DeviceMesh, Error, Result};
-use tokenizers::Tokenizer;
 
 /// The built-in training text.
 const BOOK: &str = include_str!("../../data/alice.txt");
@@ -14,84 +14,20 @@ const BOOK: &str = include_str!("../../data/alice.txt");
 /// File name of the tokenizer in an output directory.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 
-/// Encodes text as tokens and decodes tokens.
-pub(crate) enum TextCodec {
-    /// One token per byte.
-    Bytes,
-    /// A `tokenizer.json` of the tokenizers library.
-    File(Box<Tokenizer>),
-}
-
-impl TextCodec {
-    /// Reads a tokenizer file; without a path, a token is a byte.
-    pub(crate) fn read(path: Option<&Path>) -> Result<Self> {
-        let Some(path) = path else { return Ok(TextCodec::Bytes) };
-        let tokenizer = Tokenizer::from_file(path).map_err(|error| {
-            let found = format!("{}: {error}", path.display());
-            ErrorKind::Data.error::<Error>(
-                "tokenizer",
-                found,
-                "a tokenizer.json of the tokenizers library",
-                "check the file",
-            )
-        })?;
-        Ok(TextCodec::File(Box::new(tokenizer)))
-    }
-
-    /// Encodes a text.
-    pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        match self {
-            TextCodec::Bytes => Ok(text.bytes().map(u32::from).collect()),
-            TextCodec::File(tokenizer) => {
-                let encoded = tokenizer.encode(text, false).map_err(|error| Error::other(error.to_string()))?;
-                Ok(encoded.get_ids().to_vec())
-            }
-        }
-    }
-
-    /// Decodes tokens; bytes that are not UTF-8 become replacement characters.
-    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String> {
-        match self {
-            TextCodec::Bytes => {
-                let bytes: Vec<u8> = tokens.iter().map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();
-                Ok(String::from_utf8_lossy(&bytes).into_owned())
-            }
-            TextCodec::File(tokenizer) => {
-                tokenizer.decode(tokens, false).map_err(|error| Error::other(error.to_string()))
-            }
-        }
-    }
-
-    /// Writes the tokenizer's file into a directory. Returns whether there is one.
-    pub(crate) fn write(&self, directory: &Path) -> Result<bool> {
-        let TextCodec::File(tokenizer) = self else { return Ok(false) };
-        let path = directory.join(TOKENIZER);
-        tokenizer.save(&path, false).map_err(|error| {
-            let found = format!("{}: {error}", path.display());
-            ErrorKind::Argument.error::<Error>(
-                "output file",
-                found,
-                "a writable path",
-                "free disk space, or choose another path",
-            )
-        })?;
-        Ok(true)
-    }
-
-    fn vocabulary(&self) -> usize {
-        match self {
-            TextCodec::Bytes => 256,
-            // Token ids may have gaps.
-            TextCodec::File(tokenizer) => {
-                tokenizer.get_vocab(true).values().max().map_or(0, |&largest| largest as usize + 1)
-            }
-        }
-    }
+/// Reads a tokenizer file; without a path, a token is a byte.
+pub(crate) fn read_tokenizer(path: Option<&Path>) -> Result<Tokenizer> {
+    let Some(path) = path else { return Ok(Tokenizer::bytes()) };
+    let bad = |error: String| -> Error {
+        let (found, needed) = (format!("{}: {error}", path.display()), "a tokenizer.json of the tokenizers library");
+        ErrorKind::Data.error("tokenizer", found, needed, "check the file")
+    };
+    let tokenizer = std::fs::read(path).map_err(|error| bad(error.to_string()))?;
+    Tokenizer::new(&TextFiles { tokenizer, ..TextFiles::default() }).map_err(|error| bad(error.to_string()))
 }
 
 /// A tokenized text, of which the last tenth is held out.
 pub(crate) struct TokenizedText {
-    pub(crate) codec: TextCodec,
+    pub(crate) tokenizer: Tokenizer,
     training: Arc<[u32]>,
     held_out: Arc<[u32]>,
 }
@@ -99,9 +35,9 @@ pub(crate) struct TokenizedText {
 impl TokenizedText {
     /// Reads and tokenizes a file, or the built-in book.
     pub(crate) fn read(data: Option<&Path>, tokenizer: Option<&Path>) -> Result<Self> {
-        let codec = TextCodec::read(tokenizer)?;
+        let tokenizer = read_tokenizer(tokenizer)?;
         let all = match data {
-            None => codec.encode(BOOK)?,
+            None => tokenizer.encode_without_special(BOOK)?,
             Some(path) => {
                 let found = |what: String| {
                     let found = format!("{}: {what}", path.display());
@@ -114,16 +50,16 @@ impl TokenizedText {
                 };
                 let bytes = std::fs::read(path).map_err(|error| found(error.to_string()))?;
                 let text = String::from_utf8(bytes).map_err(|error| found(error.to_string()))?;
-                codec.encode(&text)?
+                tokenizer.encode_without_special(&text)?
             }
         };
         let (training, held_out) = all.split_at(all.len() - all.len() / 10);
-        Ok(TokenizedText { codec, training: training.into(), held_out: held_out.into() })
+        Ok(TokenizedText { tokenizer, training: training.into(), held_out: held_out.into() })
     }
 
     /// The size of the vocabulary.
     pub(crate) fn vocabulary(&self) -> usize {
-        self.codec.vocabulary()
+        self.tokenizer.vocab_size()
     }
 
     /// The number of training tokens and of held-out tokens.
@@ -190,7 +126,7 @@ fn batches(text: &Arc<[u32]>, mesh: &DeviceMesh, shape: BatchShape, seed: u64) -
 }
 
 /// The SplitMix64 hash of a number.
-pub(super) fn splitmix64(x: u64) -> u64 {
+fn splitmix64(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

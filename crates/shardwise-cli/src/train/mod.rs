@@ -6,7 +6,6 @@ mod data;
 mod history;
 mod progress;
 mod run;
-pub(crate) mod sample;
 pub(crate) mod model_dir;
 mod settings;
 pub(crate) mod trainer;
@@ -122,7 +121,7 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
                 "leave the option out",
             ));
         }
-        Some(prompt) => tokens.codec.encode(prompt)?,
+        Some(prompt) => tokens.tokenizer.encode_without_special(prompt)?,
         None => tokens.beginning(16.min(job.config.seq_len())),
     };
     let TrainOptions { overwrite, export_hf, .. } = options;

@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use shardwise::models::ModelConfig;
+use shardwise::text::Tokenizer;
 use shardwise::{Error, Result};
 
 use super::checkpoints::{cannot_write, series};
-use super::data::{TOKENIZER, TextCodec};
+use super::data::{TOKENIZER, read_tokenizer};
 
 const CONFIG: &str = "config.json";
 
@@ -22,8 +23,8 @@ struct ModelInfo {
 }
 
 /// Writes the configuration and the tokenizer into an existing directory.
-pub(super) fn write_info(directory: &Path, config: &ModelConfig, codec: &TextCodec) -> Result<()> {
-    let tokenizer = if codec.write(directory)? { TOKENIZER } else { "bytes" };
+pub(super) fn write_info(directory: &Path, config: &ModelConfig, tokenizer: &Tokenizer) -> Result<()> {
+    let tokenizer = if tokenizer.write(directory.join(TOKENIZER))? { TOKENIZER } else { "bytes" };
     let info = ModelInfo { model: config.clone(), tokenizer: tokenizer.to_string() };
     let text = serde_json::to_string_pretty(&info).map_err(Error::other)?;
     write(&directory.join(CONFIG), text + "\n")
@@ -37,9 +38,21 @@ pub(super) fn write(path: &Path, content: String) -> Result<()> {
 /// A trained model on disk.
 pub(crate) struct ModelDir {
     pub(crate) config: ModelConfig,
-    pub(crate) codec: TextCodec,
+    pub(crate) tokenizer: Tokenizer,
     /// The latest one.
     pub(crate) checkpoint: PathBuf,
+}
+
+/// Whether a directory is an output directory of `train`: its configuration names a model of this library, or there is none and
+/// the directory is the default one.
+pub(crate) fn is_trained(directory: &Path) -> bool {
+    let text = std::fs::read_to_string(directory.join(CONFIG));
+    match text.ok().and_then(|text| serde_json::from_str::<serde_json::Value>(&text).ok()) {
+        Some(config) => {
+            config.get("model").is_some_and(serde_json::Value::is_string) && config.get("tokenizer").is_some()
+        }
+        None => directory.join("checkpoints").is_dir() || directory == Path::new("shardwise-out"),
+    }
 }
 
 /// Reads the configuration and the tokenizer of a directory and finds its latest checkpoint.
@@ -57,5 +70,5 @@ pub(crate) fn read(directory: &Path) -> Result<ModelDir> {
     let info: ModelInfo = serde_json::from_str(&text).map_err(|error| bad(CONFIG, error.to_string()))?;
     let file = (info.tokenizer != "bytes").then(|| directory.join(&info.tokenizer));
     let checkpoint = series(directory).latest()?.ok_or_else(|| bad("checkpoints", "no checkpoint yet".into()))?;
-    Ok(ModelDir { config: info.model, codec: TextCodec::read(file.as_deref())?, checkpoint })
+    Ok(ModelDir { config: info.model, tokenizer: read_tokenizer(file.as_deref())?, checkpoint })
 }

@@ -12,16 +12,16 @@ use candle_core::{Device, Tensor};
 use serde::Serialize;
 use shardwise::comm::CommReport;
 use shardwise::data::{Batches, TokenSequences};
+use shardwise::generate::{Generation, Sampling, UncachedPredictor};
 use shardwise::models::export_hf;
 use shardwise::prelude::*;
 use shardwise::train::TrainingStep;
 
 use super::checkpoints::{self, ResumePoint, Saver, cannot_write};
-use super::data::{BatchShape, TokenizedText};
+use super::data::{BatchShape, TOKENIZER, TokenizedText};
 use super::history::LossHistory;
 use super::model_dir;
 use super::progress::{Progress, StepLog};
-use super::sample::{Sampling, generate};
 use super::settings::TrainJob;
 use super::trainer::{TrainerConfig, TrainingRun};
 
@@ -94,7 +94,7 @@ impl PreparedRun {
             None => None,
         };
         checkpoints::clear_later_checkpoints(&job.out, self.first_step(), self.overwrite)?;
-        model_dir::write_info(&job.out, &job.config, &self.tokens.codec)?;
+        model_dir::write_info(&job.out, &job.config, &self.tokens.tokenizer)?;
         let from = self.resumed.as_ref().and_then(ResumePoint::out);
         let history = LossHistory::begin(&job.out, from, self.first_step())?;
         Ok(Progress::new(job.steps, log, history))
@@ -283,15 +283,12 @@ impl<'a> RankRun<'a> {
     /// The prompt and its continuation by the model.
     fn sample(&self) -> Result<String> {
         let (job, prompt) = (self.job(), &self.prepared.prompt);
-        let sampling = Sampling {
-            tokens: job.sample_tokens,
-            window: job.config.seq_len(),
-            temperature: 0.8,
-            top_k: 50,
-            seed: job.seed,
-        };
-        let continuation = generate(&*self.training.trainer.model, &self.training.mesh, prompt, sampling)?;
-        self.prepared.tokens.codec.decode(&[&prompt[..], &continuation].concat())
+        let sampling = Sampling::new(0.8).top_k(50).tokens(job.sample_tokens).seed(job.seed);
+        let (model, tokenizer) = (&*self.training.trainer.model, &self.prepared.tokens.tokenizer);
+        let predictor = UncachedPredictor::new(model, job.config.vocab_size(), job.config.seq_len())?;
+        let continuation =
+            Generation::new(predictor, tokenizer, std::slice::from_ref(prompt), sampling)?.collect_padded()?;
+        tokenizer.decode_with_special(&[&prompt[..], &continuation[0]].concat())
     }
 
     /// Saves the last checkpoint, evaluates, and exports the model.
@@ -302,7 +299,7 @@ impl<'a> RankRun<'a> {
         let sample = self.sample()?;
         if let Some(path) = &self.prepared.export_hf {
             export_hf(self.world, path, &self.training.trainer.model, &job.config)?;
-            self.world.on_first_rank(|| tokens.codec.write(path))?;
+            self.world.on_first_rank(|| tokens.tokenizer.write(path.join(TOKENIZER)))?;
         }
         let summary = self.summary(held_out_loss, sample);
         self.write(&|progress| {

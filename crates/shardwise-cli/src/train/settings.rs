@@ -17,7 +17,7 @@ use shardwise::prelude::*;
 
 use super::data::TokenizedText;
 use crate::old_options;
-use crate::processes::{self, Launched};
+use crate::processes;
 
 /// Declares the options; each one is also a key of the TOML file.
 macro_rules! settings {
@@ -271,7 +271,7 @@ impl TrainSettings {
     /// Fills in the defaults and checks that the settings are consistent.
     pub(crate) fn decide(self, tokens: &TokenizedText, network: Network) -> Result<TrainJob> {
         let config = self.model_config(tokens.vocabulary());
-        let mesh = self.resolve_mesh()?;
+        let mesh = processes::mesh(self.mesh.as_deref(), "dp=2,tp=2", "dp")?;
         let (steps, batch, accumulate) =
             (self.steps.unwrap_or(300), self.batch_size.unwrap_or(16), self.accumulate.unwrap_or(1));
         let at_least_one = |option: &'static str, value: u64| match value {
@@ -353,23 +353,6 @@ impl TrainSettings {
             Ok(ParamGroup { master, ..ParamGroup::new(algorithm).with_lr(self.lr.unwrap_or(lr)) })
         };
         Ok([group(algorithm)?, group(adamw)?])
-    }
-
-    /// The mesh of threads, or of the processes of the job.
-    fn resolve_mesh(&self) -> Result<Mesh> {
-        let Some(Launched { by, size, .. }) = processes::launched() else {
-            let mesh: Mesh = self.mesh.as_deref().unwrap_or("dp=2,tp=2").parse()?;
-            ThreadWorld::new(mesh.size())?;
-            return Ok(mesh);
-        };
-        let mesh: Mesh = self.mesh.clone().unwrap_or_else(|| format!("dp={size}")).parse()?;
-        if mesh.size() == size {
-            return Ok(mesh);
-        }
-        let ranks = mesh.size();
-        let found = format!("{mesh} for {ranks} rank(s) in a job of {size} process(es)");
-        let fix = format!("run with {by} -n {ranks}, or use a mesh of {size} rank(s) such as --mesh dp={size}");
-        Err(ErrorKind::Launch.error("mesh", found, "one process per rank", fix))
     }
 
     /// The plan, and the candidates of `--plan auto`.

@@ -30,12 +30,17 @@ impl RotaryTable {
     ///
     /// Numbers are rounded to f64 for f64, and otherwise to f32.
     pub fn new(dtype: DType, base: f64, size: usize, first: usize, length: usize) -> Self {
-        let half = size / 2;
-        let frequencies: Vec<f64> = (0..half).map(|i| base.powf(-2.0 * i as f64 / size as f64)).collect();
+        let frequencies: Vec<f64> = (0..size / 2).map(|i| base.powf(-2.0 * i as f64 / size as f64)).collect();
+        Self::with_frequencies(dtype, &frequencies, 1.0, first, length)
+    }
+
+    /// As [`new`](Self::new), with the angle per position of every pair, and a factor of the rotated elements.
+    pub fn with_frequencies(dtype: DType, frequencies: &[f64], scale: f64, first: usize, length: usize) -> Self {
+        let half = frequencies.len();
         let angles = (first..first + length).flat_map(|position| {
             let angle = move |frequency: &f64| position as f64 * frequency;
-            let (cosines, sines) =
-                (frequencies.iter().map(angle).map(f64::cos), frequencies.iter().map(angle).map(f64::sin));
+            let cosines = frequencies.iter().map(angle).map(|angle| scale * angle.cos());
+            let sines = frequencies.iter().map(angle).map(|angle| scale * angle.sin());
             cosines.chain(sines).collect::<Vec<f64>>()
         });
         let numbers = match dtype {

@@ -96,7 +96,7 @@ const ATTEMPTS: u32 = 200;
 
 /// Runs `read` on the same save on all ranks: if a newer save removed files meanwhile, all ranks open that one and read again.
 /// `read` must not communicate, since it may fail on some ranks only.
-pub(super) fn load_consistent<T>(
+pub(crate) fn load_consistent<T>(
     world: &World,
     path: &Path,
     site: Site,

@@ -20,11 +20,15 @@
 //! # Ok::<(), Error>(())
 //! ```
 
+mod conversations;
 mod dataset;
 mod order;
+mod packing;
 
+pub use conversations::{IGNORED_LABEL, LabeledTokens, read_documents};
 pub use dataset::{Dataset, TokenSequences};
 pub use order::SampleOrder;
+pub use packing::{PackedSequences, Packing};
 
 use candle_core::{Shape, Tensor};
 

@@ -119,9 +119,6 @@ pub fn check_export(path: impl AsRef<Path>) -> Result<()> {
 fn exported(weight: &WeightName, params: &BTreeMap<String, Param>) -> Result<DTensor> {
     let parts: Result<Vec<DTensor>> =
         weight.paths.iter().map(|path| Ok(parameter(params, path)?.get().detach())).collect();
-    let joined = match parts?.as_slice() {
-        [one] => one.clone(),
-        several => DTensor::cat(&several.iter().collect::<Vec<_>>(), 0)?,
-    };
-    if weight.transposed { joined.t() } else { Ok(joined) }
+    let joined = weight.joined(&parts?)?;
+    if weight.transposed && joined.ndim() == 2 { joined.t() } else { Ok(joined) }
 }

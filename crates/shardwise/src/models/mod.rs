@@ -22,24 +22,42 @@
 //! # Ok::<(), Error>(())
 //! ```
 
+mod cache;
 mod config;
+mod decoder;
+mod encoder;
+mod families;
+mod fields;
 mod gpt;
 mod hf;
 mod language;
 mod llama;
+mod load;
 mod model;
 mod names;
 mod plans;
+mod pretrained;
+mod source;
 mod weights;
 
+pub use cache::KvCache;
 pub use config::ModelConfig;
+pub use decoder::{
+    Decoder, DecoderAttention, DecoderBlock, DecoderMlp, Experts, FeatureNorm, MixtureOfExperts,
+};
+pub use encoder::{Encoder, EncoderBlock, EncoderOutput, Pooling};
 pub use gpt::{Gpt, GptBlock, GptConfig};
 pub use hf::{check_export, export_hf};
 pub use language::LanguageModel;
 pub use llama::{Llama, LlamaBlock, LlamaConfig};
+pub use load::{
+    LoadOptions, ProgressFn, dry_load_model, load, load_encoder, load_encoder_with, load_planned, load_with,
+};
 pub use model::{Model, ModelSpec};
-pub use names::{WeightName, WeightNames};
+pub use names::{RowOrder, WeightName, WeightNames};
 pub use plans::{
     DataParallelMode, ParallelismConfig, StepOptions, batch_placements, build, estimate_step, search_plan,
 };
+pub use pretrained::{PretrainedConfig, PretrainedModel};
+pub use source::load_tokenizer;
 pub use weights::{export, import};

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::model::Model;
-use super::names::WeightName;
+use super::names::{StoredRows, WeightName};
 use crate::error::{ErrorKind, Result};
 use crate::param::Param;
+use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 /// Returns the full weights by the names that files use ([`Model::weight_names`]).
@@ -35,11 +36,10 @@ use crate::tensor::DTensor;
 pub fn export(model: &dyn Model) -> Result<BTreeMap<String, Tensor>> {
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
     let mut weights = BTreeMap::new();
-    for WeightName { name, paths, .. } in model.weight_names().0 {
-        let parts = paths.iter().map(|path| parameter(&params, path)?.get().detach().full_tensor());
-        let parts = parts.collect::<Result<Vec<_>>>()?;
-        let whole = if let [one] = &parts[..] { one.clone() } else { Tensor::cat(&parts, 0)? };
-        weights.insert(name, whole);
+    for weight in model.weight_names().0 {
+        let parts = weight.paths.iter().map(|path| Ok(parameter(&params, path)?.get().detach()));
+        let whole = weight.joined(&parts.collect::<Result<Vec<_>>>()?)?.full_tensor()?;
+        weights.insert(weight.name, whole);
     }
     Ok(weights)
 }
@@ -70,27 +70,48 @@ pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<(
         return bad(format!("unknown name `{name}`"));
     }
     let mut found = Vec::new();
-    for WeightName { name, paths, .. } in &names.0 {
+    for weight in &names.0 {
+        let WeightName { name, paths, .. } = weight;
         let Some(whole) = weights.get(name) else { return bad(format!("nothing for `{name}`")) };
         let own = paths.iter().map(|path| parameter(&params, path)).collect::<Result<Vec<_>>>()?;
         let shapes: Vec<Vec<usize>> = own.iter().map(|param| param.shape()).collect();
-        let rows = shapes.iter().map(|shape| shape[0]).sum();
-        if whole.rank() != shapes[0].len() || whole.dims()[0] != rows || whole.dims()[1..] != shapes[0][1..] {
-            let needed = std::iter::once(rows).chain(shapes[0][1..].iter().copied()).collect::<Vec<_>>();
+        let needed = WeightName { transposed: false, ..weight.clone() }.stored_shape(&shapes);
+        if whole.dims() != needed {
             return bad(format!("`{name}` of shape {:?} instead of {needed:?}", whole.dims()));
         }
-        let mut start = 0;
-        for (param, shape) in own.into_iter().zip(&shapes) {
-            found.push((param, whole.narrow(0, start, shape[0])?));
-            start += shape[0];
+        for (part, param) in own.into_iter().enumerate() {
+            found.push((param, part_of(weight, part, &shapes, whole)?));
         }
     }
-    for (param, part) in found {
+    for (param, (slice, part)) in found {
         let now = param.get();
         let part = part.to_dtype(now.dtype())?;
         let mesh = now.device_mesh();
-        let value = DTensor::distribute_tensor(&part, mesh, now.layout().reduced().placements().to_vec(), None)?;
-        param.set(&value.to_layout(now.layout())?)?;
+        let all = now.layout().reduced();
+        let value = match slice {
+            None => {
+                DTensor::distribute_tensor(&part, mesh, all.placements().to_vec(), None)?.to_layout(now.layout())?
+            }
+            Some(index) => {
+                let replicated = vec![Placement::Replicate; mesh.ndim()];
+                let mut value = now.detach().redistribute(replicated.clone())?;
+                let part = DTensor::distribute_tensor(&part.unsqueeze(0)?, mesh, replicated, None)?;
+                value.set(index as isize..index as isize + 1, &part)?;
+                value.to_layout(now.layout())?
+            }
+        };
+        param.set(&value)?;
     }
     Ok(())
+}
+
+/// The rows of one parameter in a full tensor, and which slice of the parameter they are.
+fn part_of(weight: &WeightName, part: usize, shapes: &[Vec<usize>], whole: &Tensor) -> Result<(Option<usize>, Tensor)> {
+    let StoredRows { block, stride, offset } = weight.rows_of(part, shapes);
+    if weight.slice.is_some() || weight.paths.len() == 1 {
+        return Ok((weight.slice, whole.clone()));
+    }
+    let groups = whole.dims()[0] / stride;
+    let rows = (0..groups).map(|group| whole.narrow(0, group * stride + offset, block));
+    Ok((None, Tensor::cat(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?))
 }

@@ -9,10 +9,11 @@ use super::init::Init;
 use super::module::{Buffer, Hooks, Module, ModuleItem, join};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, nearest};
-use crate::layout::Layout;
+use crate::layout::{Layout, TensorMeta};
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
+use shardwise_kernels::placeholder;
 
 /// Chooses layouts by path and shape.
 type LayoutFn = Arc<dyn Fn(&str, &[usize]) -> Result<Layout> + Send + Sync>;
@@ -32,6 +33,8 @@ pub struct Builder {
     dtype: DType,
     path: String,
     layout_of: LayoutFn,
+    /// Whether initializers are ignored.
+    zeros: bool,
     /// Paths at which parameters and buffers were built, by all clones.
     built: Arc<Mutex<Vec<String>>>,
 }
@@ -41,13 +44,33 @@ impl Builder {
     pub fn new(mesh: &DeviceMesh) -> Self {
         let ranks = mesh.mesh().clone();
         let layout_of = Arc::new(move |_: &str, shape: &[usize]| Layout::replicated(&ranks, shape));
-        Builder { mesh: mesh.clone(), dtype: DType::F32, path: String::new(), layout_of, built: Arc::default() }
+        Builder {
+            mesh: mesh.clone(),
+            dtype: DType::F32,
+            path: String::new(),
+            layout_of,
+            zeros: false,
+            built: Arc::default(),
+        }
     }
 
     /// Sets the type of parameters and buffers.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = dtype;
         self
+    }
+
+    /// Creates all parameters and buffers as zeros, whatever their initializers: for a model whose weights are loaded next.
+    ///
+    /// No random numbers are drawn, and no memory is allocated: every element of a shard is the same zero.
+    pub fn zeros(mut self) -> Self {
+        self.zeros = true;
+        self
+    }
+
+    /// Whether all parameters and buffers are zeros, see [`zeros`](Self::zeros).
+    pub(crate) fn is_zeros(&self) -> bool {
+        self.zeros
     }
 
     /// Sets the placements of parameters and buffers, by dotted path and shape.
@@ -172,6 +195,10 @@ impl Builder {
         let path = join(&self.path, name);
         let layout = (self.layout_of)(&path, shape)?;
         self.built.lock().push(path);
+        if self.zeros {
+            let meta = TensorMeta { shape: layout.local_shape(self.mesh.world().rank()), dtype: self.dtype };
+            return Ok(DTensor::from_parts(&self.mesh, layout, placeholder(&meta)?));
+        }
         init.create_in(&layout, self.dtype, &self.mesh)
     }
 }

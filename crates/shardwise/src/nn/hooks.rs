@@ -126,7 +126,7 @@ impl Hooks {
     /// As [`run`](Self::run), for a computation with more arguments than `x`, which a replacement does not have: an error if
     /// there is one.
     #[track_caller]
-    pub(super) fn run_own(
+    pub(crate) fn run_own(
         &self,
         what: &str,
         x: &DTensor,

@@ -18,15 +18,28 @@ pub enum Activation {
     GeluTanh,
     /// SiLU, `x * sigmoid(x)`.
     Silu,
+    /// `x * sigmoid(1.702 x)`, an approximation of GELU.
+    QuickGelu,
+    /// `max(x, 0)^2`.
+    ReluSquared,
+    /// Hyperbolic tangent.
+    Tanh,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
 }
 
 impl Activation {
-    fn apply(self, x: &DTensor) -> Result<DTensor> {
+    #[track_caller]
+    pub(crate) fn apply(self, x: &DTensor) -> Result<DTensor> {
         match self {
             Activation::Relu => x.relu(),
             Activation::Gelu => x.gelu(),
             Activation::GeluTanh => x.gelu_tanh(),
             Activation::Silu => x.silu(),
+            Activation::QuickGelu => x.mul(&x.mul_scalar(1.702)?.sigmoid()?),
+            Activation::ReluSquared => x.relu()?.square(),
+            Activation::Tanh => x.tanh(),
+            Activation::Sigmoid => x.sigmoid(),
         }
     }
 }

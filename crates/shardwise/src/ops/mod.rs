@@ -40,6 +40,7 @@ mod unary;
 mod view;
 
 pub use attention::AttentionOptions;
+pub(crate) use attention::RotaryFrequencies;
 pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
 pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};

@@ -3,7 +3,7 @@
 use super::apply::ModuleInventory;
 use super::planner::FullyShard;
 use super::sharding_plan::ShardingPlan;
-use super::transformer::{AxisSharding, EmbeddingSharding, LinearLayer, TransformerBlock, TransformerStructure};
+use super::transformer::{AxisSharding, EXPERT_STACKS, EmbeddingSharding, LinearLayer, TransformerBlock, TransformerStructure};
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::nn::{Module, join};
@@ -51,6 +51,8 @@ struct LayerClass {
 
 enum ClassMembers {
     Blocks(Vec<TransformerBlock>),
+    /// Paths of stacks of experts.
+    Experts(Vec<String>),
     Embeddings(Vec<String>),
     Heads(Vec<LinearLayer>),
     /// Parameters of all other layers.
@@ -78,6 +80,9 @@ impl LayerClass {
             ClassMembers::Blocks(blocks) => {
                 blocks.iter().flat_map(|b| b.columns.iter().chain(&b.rows)).flat_map(of_layer).collect()
             }
+            ClassMembers::Experts(paths) => {
+                paths.iter().flat_map(|path| EXPERT_STACKS.iter().map(move |(name, _)| join(path, name))).collect()
+            }
             ClassMembers::Embeddings(paths) => paths.iter().map(|path| join(path, "weight")).collect(),
             ClassMembers::Heads(heads) => heads.iter().flat_map(of_layer).collect(),
             ClassMembers::Rest(paths) => paths.clone(),
@@ -96,7 +101,7 @@ pub(super) struct SearchSpace<'a> {
 
 impl<'a> SearchSpace<'a> {
     pub(super) fn new(base: &'a ShardingPlan, module: &'a dyn Module, mesh: &'a DeviceMesh) -> Self {
-        let TransformerStructure { blocks, embeddings, heads, rest } = TransformerStructure::of(module);
+        let TransformerStructure { blocks, experts, embeddings, heads, rest } = TransformerStructure::of(module);
         let mut classes: Vec<LayerClass> = Vec::new();
         for block in blocks {
             let shapes = |b: &TransformerBlock| {
@@ -118,6 +123,7 @@ impl<'a> SearchSpace<'a> {
             }
         }
         let others = [
+            ("experts", experts.is_empty(), ClassMembers::Experts(experts)),
             ("embeddings", embeddings.is_empty(), ClassMembers::Embeddings(embeddings)),
             ("heads", heads.is_empty(), ClassMembers::Heads(heads)),
             ("rest", rest.is_empty(), ClassMembers::Rest(rest)),
@@ -238,6 +244,9 @@ fn shard_class(sharding: &mut AxisSharding<'_>, class: &LayerClass, strategy: Ax
         }
         (ClassMembers::Embeddings(paths), AxisStrategy::EmbeddingDim) => {
             paths.iter().try_for_each(|path| sharding.shard_embedding(path, EmbeddingSharding::EmbeddingDim))
+        }
+        (ClassMembers::Experts(paths), AxisStrategy::TensorParallel) => {
+            paths.iter().try_for_each(|path| sharding.shard_experts(path))
         }
         (ClassMembers::Heads(heads), AxisStrategy::TensorParallel) => {
             heads.iter().try_for_each(|head| sharding.shard_head(head))

@@ -30,6 +30,8 @@ pub enum EmbeddingSharding {
 /// never split: every rank gets full key heads with their query heads, as evenly as possible (3 and 2 of 5 on 2 ranks). If
 /// there are more ranks than key heads, some get none.
 ///
+/// The stacked weights of a mixture of experts (a module of kind `Experts`) are sharded inside every expert.
+///
 /// Embeddings are sharded over vocabulary or features, language-model heads (by name, or as wide as the vocabulary) by
 /// columns; all other parameters are replicated. With [`sequence_parallel`](Self::sequence_parallel), activations between
 /// blocks are sharded on the sequence: all-gathered before a block and reduce-scattered behind it.
@@ -68,6 +70,9 @@ impl ShardingPlanner for TensorParallel {
         let mut sharding = AxisSharding { plan, mesh, axis: &self.axis, sequence_dim: self.sequence_dim };
         for block in &structure.blocks {
             sharding.shard_block(block)?;
+        }
+        for path in &structure.experts {
+            sharding.shard_experts(path)?;
         }
         for path in &structure.embeddings {
             sharding.shard_embedding(path, self.embeddings)?;
@@ -159,6 +164,23 @@ impl AxisSharding<'_> {
         Ok(if even { plain } else { Placement::ragged(dim as isize, sizes) })
     }
 
+    /// Shards the features inside every expert, so that each rank has a part of all experts whatever their number is.
+    pub(super) fn shard_experts(&mut self, path: &str) -> Result<()> {
+        for (name, dim) in EXPERT_STACKS {
+            self.place_param(&join(path, name), &Placement::Shard(*dim))?;
+        }
+        self.gather_and_reduce(path);
+        Ok(())
+    }
+
+    /// Gathers the input of a module, with sequence parallelism, and reduces its output.
+    fn gather_and_reduce(&mut self, path: &str) {
+        if self.sequence_dim.is_some() {
+            self.gather_input(path);
+        }
+        self.reduce_output(path);
+    }
+
     pub(super) fn shard_embedding(&mut self, path: &str, sharding: EmbeddingSharding) -> Result<()> {
         let dim = if sharding == EmbeddingSharding::Vocabulary { 0 } else { 1 };
         self.place_param(&join(path, "weight"), &Placement::Shard(dim))?;
@@ -233,6 +255,8 @@ pub(super) struct TransformerBlock {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TransformerStructure {
     pub(super) blocks: Vec<TransformerBlock>,
+    /// Paths of stacks of experts.
+    pub(super) experts: Vec<String>,
     /// Paths of embeddings.
     pub(super) embeddings: Vec<String>,
     pub(super) heads: Vec<LinearLayer>,
@@ -267,6 +291,10 @@ const COLUMNS: &[&str] = &[
 ];
 /// Names of linear layers that lead out of a block.
 const ROWS: &[&str] = &["output", "out", "o", "o_proj", "out_proj", "wo", "down", "down_proj", "fc2", "c_proj", "w2"];
+/// Parameters of a module of kind [`EXPERTS`], with the dimension of the features inside.
+pub(super) const EXPERT_STACKS: &[(&str, isize)] = &[("gate", 1), ("up", 1), ("down", 2)];
+/// Kind of the modules with the stacked weights of a mixture of experts.
+const EXPERTS: &str = "Experts";
 /// Names of language-model and classifier heads.
 const HEADS: &[&str] = &["head", "lm_head", "classifier", "unembedding"];
 
@@ -282,6 +310,8 @@ impl TransformerStructure {
         let linears: Vec<LinearLayer> = linears.collect();
         let embeddings = inventory.modules.iter().filter(|(_, kind)| matches!(*kind, "Embedding" | "EmbeddingBag"));
         let embeddings: Vec<String> = embeddings.map(|(path, _)| path.clone()).collect();
+        let experts = inventory.modules.iter().filter(|(_, kind)| *kind == EXPERTS);
+        let experts: Vec<String> = experts.map(|(path, _)| path.clone()).collect();
         let mut blocks = Vec::new();
         for (path, kind) in &inventory.modules {
             let named = |names: &[&str]| -> Vec<LinearLayer> {
@@ -309,10 +339,11 @@ impl TransformerStructure {
         let vocabularies: Vec<usize> = embeddings.iter().filter_map(|t| Some(shape(&join(t, "weight"))?[0])).collect();
         let is_head = |l: &&LinearLayer| HEADS.contains(&parent(&l.path).1) || vocabularies.contains(&l.shape[0]);
         let heads: Vec<LinearLayer> = linears.iter().filter(|l| !in_block(l)).filter(is_head).cloned().collect();
-        let owners = linears.iter().filter(|l| in_block(l) || heads.contains(l)).map(|l| &l.path).chain(&embeddings);
+        let owners = linears.iter().filter(|l| in_block(l) || heads.contains(l)).map(|l| &l.path);
+        let owners = owners.chain(&embeddings).chain(&experts);
         let owners: Vec<&String> = owners.collect();
         let free = |path: &String| !owners.iter().any(|owner| parent(path).0 == owner.as_str());
         let rest = module.named_parameters().into_iter().map(|(path, _)| path).filter(free).collect();
-        TransformerStructure { blocks, embeddings, heads, rest }
+        TransformerStructure { blocks, experts, embeddings, heads, rest }
     }
 }

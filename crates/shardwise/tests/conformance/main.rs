@@ -5,10 +5,12 @@
 mod dcp;
 mod grads;
 mod local_shards;
+mod models;
 mod ops;
 mod optim;
 mod redistribute;
 mod sharded_tensor;
+mod text;
 mod train;
 
 use shardwise_test_suites::vectors;
@@ -50,6 +52,16 @@ fn train() {
 }
 
 #[test]
+fn text() {
+    text::run();
+}
+
+#[test]
 fn dcp() {
     dcp::run();
+}
+
+#[test]
+fn models() {
+    models::check();
 }

@@ -19,7 +19,7 @@ pub(super) struct Envelope {
 }
 
 /// A sent tensor, or the error that rejected it, so that the receiver does not wait forever.
-pub(super) struct Message {
+pub(super) struct PostedMessage {
     pub(super) content: Result<Tensor>,
     pub(super) site: Site,
 }
@@ -28,11 +28,11 @@ pub(super) struct Message {
 pub(super) struct Mailbox {
     /// Number of messages posted so far: a waiting rank looks into the map only when it has changed.
     posted: AtomicU64,
-    messages: Mutex<HashMap<Envelope, VecDeque<Message>>>,
+    messages: Mutex<HashMap<Envelope, VecDeque<PostedMessage>>>,
 }
 
 impl Mailbox {
-    pub(super) fn post(&self, envelope: Envelope, message: Message) {
+    pub(super) fn post(&self, envelope: Envelope, message: PostedMessage) {
         self.messages.lock().entry(envelope).or_default().push_back(message);
         self.posted.fetch_add(1, SeqCst);
     }
@@ -45,7 +45,7 @@ impl Mailbox {
         self.messages.lock().contains_key(envelope)
     }
 
-    pub(super) fn take(&self, envelope: &Envelope) -> Option<Message> {
+    pub(super) fn take(&self, envelope: &Envelope) -> Option<PostedMessage> {
         let mut messages = self.messages.lock();
         let queue = messages.get_mut(envelope)?;
         let message = queue.pop_front();
@@ -59,7 +59,7 @@ impl Mailbox {
     pub(super) fn unreceived(&self) -> Option<(usize, Error)> {
         let messages = self.messages.lock();
         let (envelope, queue) = messages.iter().min_by_key(|(e, _)| (e.from, e.to, e.tag))?;
-        let Message { content, site } = queue.front()?;
+        let PostedMessage { content, site } = queue.front()?;
         let what = match content {
             Ok(tensor) => TensorMeta::new(tensor.dims(), tensor.dtype()).to_string(),
             Err(_) => "a tensor that was refused".to_string(),

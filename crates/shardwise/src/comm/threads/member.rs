@@ -7,7 +7,7 @@ use parking_lot::MutexGuard;
 
 use super::collectives;
 use super::hub::{Hub, Wait, WaitReason};
-use super::mailbox::{Envelope, Message};
+use super::mailbox::{Envelope, PostedMessage};
 use super::meeting::{Meeting, MemberProgress, PhaseWaiter, PostedEntry};
 use crate::comm::check::{CallEntry, check_agreement};
 use crate::comm::{Call, Communicator, ExposedTensors};
@@ -111,7 +111,7 @@ impl Communicator for Member {
         // The receiver may read it at any time, so it must be memory that the sender cannot overwrite.
         let content = check_supported(tensor).and_then(|()| own_copy(tensor)).map_err(Error::from);
         let refused = content.as_ref().err().cloned();
-        self.hub.mailbox.post(envelope, Message { content, site });
+        self.hub.mailbox.post(envelope, PostedMessage { content, site });
         self.hub.wake(to);
         refused.map_or(Ok(()), Err)
     }
@@ -136,7 +136,7 @@ impl Communicator for Member {
                 || Wait { call: describe(), reason: WaitReason::Message(envelope.clone()) },
             )?;
         };
-        let Message { content, site: sent_at } = received;
+        let PostedMessage { content, site: sent_at } = received;
         let tensor = content.map_err(|source| {
             let (rank, call) = (envelope.from, format!("send(to {}, tag {tag})", envelope.to));
             let call = RankCall { rank, call, group: self.ranks().to_vec(), site: sent_at.to_string() };

@@ -16,6 +16,7 @@ use crate::random::Distribution;
 use crate::tensor::{DTensor, agreed_draw};
 use composed::Composed;
 use params::{AttentionParams, DropoutDraw};
+pub(crate) use rotary::RotaryFrequencies;
 
 /// Options of [`scaled_dot_product_attention`](DTensor::scaled_dot_product_attention): what a query sees, and what happens to its
 /// scores.

@@ -1,0 +1,129 @@
+//! Generation as every rank executes it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use shardwise::generate::{CachedPredictor, Generation, NextLogits, UncachedPredictor};
+use shardwise::models::{LoadOptions, PretrainedModel, build, load_planned};
+use shardwise::prelude::*;
+
+use super::chat;
+use super::job::{GenerateJob, on_all_ranks};
+use super::output::{Figures, GeneratedText, PrintedRow, note, print_rows, stream};
+use super::prompts::{EncodedPrompt, Request};
+use super::source::SourceKind;
+use crate::ckpt::progress::byte_bar;
+use crate::train::checkpoints::load_model;
+
+/// Loads the model and generates. Collective.
+pub(super) fn on_rank(world: &World, job: &GenerateJob) -> Result<()> {
+    // Every process has read these by itself.
+    let numbers = [job.request.fingerprint(), job.sampling.seed, job.sampling.max_tokens as u64];
+    world.agree("prompts, seed and max-tokens", &numbers)?;
+    let mesh = world.device_mesh(job.mesh.clone())?;
+    let start = Instant::now();
+    match &job.source.kind {
+        SourceKind::Pretrained { path, .. } => {
+            let model = load_shown(world, |options| {
+                options.dtype = job.source.dtype;
+                load_planned(path, &mesh, &job.plan, options).map(|(model, _)| model)
+            })?;
+            let seconds = start.elapsed().as_secs_f64();
+            match &job.request {
+                Request::Nothing => Ok(()),
+                Request::Chat { system } => chat::talk(world, job, &model, system.as_deref(), seconds),
+                Request::Prompts(prompts) => prompts
+                    .chunks(job.batch_size)
+                    .enumerate()
+                    .try_for_each(|(i, rows)| batch(world, job, rows, i, seconds, || cached(&model))),
+            }
+        }
+        SourceKind::Trained { config, checkpoint } => {
+            let model = build(config, &job.plan, &mesh, job.source.dtype)?;
+            load_model(world, checkpoint, &*model)?;
+            let seconds = start.elapsed().as_secs_f64();
+            let Request::Prompts(prompts) = &job.request else { return Ok(()) };
+            let predictor = || UncachedPredictor::new(&*model, config.vocab_size(), config.seq_len());
+            // One at a time: these models have no mask for padding.
+            let rows = prompts.chunks(1).enumerate();
+            rows.into_iter().try_for_each(|(i, row)| batch(world, job, row, i, seconds, predictor))
+        }
+    }
+}
+
+fn cached(model: &PretrainedModel) -> Result<CachedPredictor<'_>> {
+    CachedPredictor::new(model)
+}
+
+/// Loads with a progress bar on the first rank. Collective.
+pub(crate) fn load_shown<M>(world: &World, load: impl FnOnce(&mut LoadOptions) -> Result<M>) -> Result<M> {
+    let mut options = LoadOptions::default();
+    let bar = (world.rank() == 0).then(|| byte_bar(0));
+    if let Some(bar) = bar.clone() {
+        options.progress = Some(Arc::new(move |done, total| {
+            bar.set_length(total);
+            bar.set_position(done);
+        }));
+    }
+    let loaded = load(&mut options);
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    loaded
+}
+
+/// Generates from prompts that are computed together, and prints the texts on the first rank. Collective.
+fn batch<'a, P: NextLogits + 'a>(
+    world: &World,
+    job: &'a GenerateJob,
+    prompts: &[EncodedPrompt],
+    number: usize,
+    load_s: f64,
+    predictor: impl FnOnce() -> Result<P>,
+) -> Result<()> {
+    let ids: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.ids.clone()).collect();
+    let started =
+        predictor().and_then(|predictor| Generation::new(predictor, &job.source.tokenizer, &ids, job.sampling.clone()));
+    let mut generation = world.all_ok(started)?;
+    let first = world.rank() == 0;
+    // Text of several rows at once would mix.
+    let streamed = first && !job.json && matches!(job.request, Request::Prompts(ref all) if all.len() == 1);
+    if streamed && prompts[0].is_text {
+        stream(&prompts[0].text)?;
+    }
+    let mut rows: Vec<GeneratedText> =
+        prompts.iter().map(|_| GeneratedText { text: String::new(), tokens: Vec::new(), stop: None }).collect();
+    for token in generation.by_ref() {
+        let token = on_all_ranks(world, token)?;
+        if streamed {
+            stream(token.text())?;
+        }
+        let row = &mut rows[token.row];
+        row.text += token.text();
+        row.tokens.push(token.id);
+        row.stop = token.stop;
+    }
+    let stats = generation.stats();
+    let figures = Figures::gather(world, load_s, prompts.len(), stats)?;
+    if !first {
+        return Ok(());
+    }
+    let rows: Vec<PrintedRow<'_>> = prompts
+        .iter()
+        .zip(rows)
+        .map(|(prompt, generated)| PrintedRow {
+            prompt: &prompt.text,
+            is_text: prompt.is_text,
+            prompt_tokens: prompt.ids.len(),
+            generated,
+        })
+        .collect();
+    if number > 0 && !job.json {
+        stream("\n")?;
+    }
+    print_rows(job, &rows, &figures, streamed)?;
+    if !job.json {
+        note(&figures.summary(stats.new_tokens));
+    }
+    Ok(())
+}

@@ -1,0 +1,52 @@
+//! BERT: an encoder with norms after the residual sums.
+
+use super::{Architecture, Family, NameEntry, exact, module};
+use crate::models::encoder::EncoderSpec;
+use crate::nn::Activation;
+
+pub(super) static FAMILY: Family = Family {
+    model_type: "bert",
+    architecture: "BertModel",
+    prefix: "bert.",
+    names: NAMES,
+    // Heads for other tasks, and positions that are 0, 1, 2, ...
+    ignored_tensors: &["cls.*", "classifier.*", "qa_outputs.*", "*embeddings.position_ids"],
+    read: |fields| {
+        fields.only("is_decoder", false)?;
+        fields.only("add_cross_attention", false)?;
+        if fields.text("position_embedding_type")?.is_some_and(|kind| kind != "absolute") {
+            return Err(fields.bad("position_embedding_type", "absolute"));
+        }
+        // Heads alone are tied.
+        fields.flag("tie_word_embeddings", true)?;
+        Ok(Architecture::Encoder(EncoderSpec {
+            vocab_size: fields.size_or("vocab_size", 30522)?,
+            width: fields.size_or("hidden_size", 768)?,
+            layers: fields.size_or("num_hidden_layers", 12)?,
+            heads: fields.size_or("num_attention_heads", 12)?,
+            hidden: fields.size_or("intermediate_size", 3072)?,
+            activation: fields.activation("hidden_act", Activation::Gelu)?,
+            positions: fields.size_or("max_position_embeddings", 512)?,
+            first_position: 0,
+            token_types: fields.size_or("type_vocab_size", 2)?,
+            eps: fields.number_or("layer_norm_eps", 1e-12)?,
+            pooler: true,
+        }))
+    },
+};
+
+pub(super) const NAMES: &[NameEntry] = &[
+    module("embeddings.word_embeddings", &["tokens"]),
+    exact("embeddings.position_embeddings.weight", &["positions"]),
+    exact("embeddings.token_type_embeddings.weight", &["token_types"]),
+    module("embeddings.LayerNorm", &["norm"]),
+    module("encoder.layer.{i}.attention.self.query", &["blocks.{i}.attention.query"]),
+    module("encoder.layer.{i}.attention.self.key", &["blocks.{i}.attention.key"]),
+    module("encoder.layer.{i}.attention.self.value", &["blocks.{i}.attention.value"]),
+    module("encoder.layer.{i}.attention.output.dense", &["blocks.{i}.attention.output"]),
+    module("encoder.layer.{i}.attention.output.LayerNorm", &["blocks.{i}.after_attention"]),
+    module("encoder.layer.{i}.intermediate.dense", &["blocks.{i}.mlp.up"]),
+    module("encoder.layer.{i}.output.dense", &["blocks.{i}.mlp.down"]),
+    module("encoder.layer.{i}.output.LayerNorm", &["blocks.{i}.after_mlp"]),
+    module("pooler.dense", &["pooler"]),
+];
