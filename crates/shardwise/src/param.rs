@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::tensor::DTensor;
+use shardwise_kernels::quantized::BlockType;
 
 /// A shared cell with the current value of a parameter. Clones share the cell: the module reads what the optimizer wrote.
 ///
@@ -98,6 +99,34 @@ impl Param {
             ));
         }
         *current = if current.has_gradient() { value.requires_grad() } else { value.detach() };
+        Ok(())
+    }
+
+    /// Replaces the value, a matrix `[out, in]`, by quantized blocks of it: u8 `[out, blocks, bytes of a block]`, in any
+    /// layout. Local.
+    ///
+    /// For inference: [`Linear`](crate::nn::Linear) and [`Embedding`](crate::nn::Embedding) compute with the blocks as they are,
+    /// and optimizers cannot change them.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if these are no blocks of a matrix of this shape.
+    pub fn set_quantized(&self, blocks: &DTensor) -> Result<()> {
+        let mut current = self.0.lock();
+        let size = blocks.shape().last().and_then(|&bytes| BlockType::of_size(bytes));
+        let fits = match (current.shape(), blocks.shape(), size) {
+            (&[rows, columns], &[out, count, _], Some(block)) => rows == out && columns == count * block.elements(),
+            (old, new, Some(_)) => old == new,
+            _ => false,
+        };
+        if !fits || blocks.dtype() != DType::U8 {
+            return Err(ErrorKind::shape(blocks.shape()).error(
+                "parameter value",
+                format!("{} {:?}", blocks.dtype().as_str(), blocks.shape()),
+                format!("u8 blocks of a matrix {:?}: [out, blocks, bytes of a block]", current.shape()),
+                "load the parameter as f32",
+            ));
+        }
+        *current = blocks.detach();
         Ok(())
     }
 

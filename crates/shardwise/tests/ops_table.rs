@@ -11,6 +11,8 @@ const OUTSIDE: &[(&str, &str)] = &[
     ("mean_all", "mean over no named dimensions, which the entry of mean calls"),
     ("where_", "where_cond with its operands in another order"),
     ("attention_with_logsumexp", "scaled_dot_product_attention with a second result; the entry of that calls it"),
+    ("quantized_linear", "takes blocks of bytes; tests/quantized.rs compares it with expanded weights in every layout"),
+    ("dequantize", "takes blocks of bytes; tests/quantized.rs compares it in every layout"),
     ("i", "slices, selections and lookups, each an entry; tests/indexing.rs compares expressions of them"),
     ("set", "changes a tensor and returns none; tests/indexing.rs compares what it holds afterwards"),
 ];

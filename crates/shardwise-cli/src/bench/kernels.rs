@@ -284,7 +284,13 @@ fn products(bench: &mut KernelBench<'_>, mesh: &DeviceMesh) -> Result<()> {
         x[0].linear(&x[1], Some(&x[2]))
     })?;
     let (one, big) = (normal(&[1, 2048], mesh)?, normal(&[8192, 2048], mesh)?);
-    bench.case("decode matvec 2048x8192", Work::Elements(16.78), || one.linear(&big, None))
+    bench.case("decode matvec 2048x8192", Work::Elements(16.78), || one.linear(&big, None))?;
+    // The bytes of blocks of 32 elements, in units of an f32: 34 for Q8_0 and 20 for Q4_1.
+    for (name, bytes) in [("decode matvec 2048x8192 Q8_0", 34), ("decode matvec 2048x8192 Q4_1", 20)] {
+        let blocks = DTensor::zeros((8192, 64, bytes), DType::U8, mesh, [Replicate])?;
+        bench.case(name, Work::Elements(16.78 / 128.0 * bytes as f64), || one.quantized_linear(&blocks, None))?;
+    }
+    Ok(())
 }
 
 fn attention(bench: &mut KernelBench<'_>, mesh: &DeviceMesh) -> Result<()> {

@@ -77,6 +77,11 @@ impl BlockType {
         BlockType::ALL.iter().copied().find(|block| block.number() == number)
     }
 
+    /// Returns the type whose blocks have this many bytes: no two types have the same.
+    pub fn of_size(bytes: usize) -> Option<BlockType> {
+        BlockType::ALL.iter().copied().find(|block| block.bytes() == bytes)
+    }
+
     /// Expands blocks to f32.
     ///
     /// # Errors
@@ -133,5 +138,28 @@ impl Serialize for BlockType {
 impl<'de> Deserialize<'de> for BlockType {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_known_by_their_size_number_and_name() {
+        for &block in BlockType::ALL {
+            assert_eq!(BlockType::of_size(block.bytes()), Some(block));
+            assert_eq!(BlockType::from_number(block.number()), Some(block));
+            assert_eq!(block.name().parse::<BlockType>().unwrap(), block);
+        }
+        assert!("Q9_9".parse::<BlockType>().is_err() && BlockType::from_number(1).is_none());
+        assert!(BlockType::Q8_0.dequantize(&[0; 33], &mut [0.0; 32]).is_err());
+        // Bytes at an odd address are blocks too.
+        let mut bytes = vec![0u8; 35];
+        bytes[1..3].copy_from_slice(&0x3c00u16.to_le_bytes());
+        bytes[3] = 5;
+        let mut elements = [0.0; 32];
+        BlockType::Q8_0.dequantize(&bytes[1..], &mut elements).unwrap();
+        assert_eq!(elements[..2], [5.0, 0.0]);
     }
 }

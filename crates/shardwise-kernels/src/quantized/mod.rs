@@ -1,5 +1,11 @@
-//! Quantized blocks of GGUF files: several elements that share scales, and their expansion to f32.
+//! Quantized blocks of GGUF files: several elements that share scales, their expansion to f32, and products with them.
+//!
+//! A quantized matrix `[rows, columns]` is a u8 tensor `[rows, blocks, bytes of a block]`. The number of bytes tells the
+//! type of the blocks, because no two types have the same.
 
 mod block_type;
+mod packed;
+mod product;
 
 pub use block_type::BlockType;
+pub use product::{dequantize, quantized_matmul};

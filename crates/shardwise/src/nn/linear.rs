@@ -1,5 +1,7 @@
 //! Linear layers, embeddings and dropout.
 
+use candle_core::DType;
+
 use super::build::Builder;
 use super::init::Init;
 use super::module::{Forward, Hooks, TrainingMode};
@@ -26,6 +28,8 @@ macro_rules! layer {
 pub(crate) use layer;
 
 /// Linear layer: `x W^T + b` on the last dimension, with a weight `[out, in]` as in PyTorch.
+///
+/// The weight may be quantized for inference ([`Param::set_quantized`]): u8 blocks `[out, blocks, bytes of a block]`.
 pub struct Linear {
     /// Weight `[out, in]`.
     pub weight: Param,
@@ -54,12 +58,16 @@ impl Linear {
 
 impl Forward for Linear {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let bias = self.bias.as_ref().map(Param::get);
-        self.hooks.run(x, |x| x.linear(&self.weight.get(), bias.as_ref()))
+        let (weight, bias) = (self.weight.get(), self.bias.as_ref().map(Param::get));
+        self.hooks.run(x, |x| match is_quantized(&weight) {
+            true => x.quantized_linear(&weight, bias.as_ref()),
+            false => x.linear(&weight, bias.as_ref()),
+        })
     }
 }
 
-/// Embedding: looks up rows of a table by ids of any shape. A table sharded over the vocabulary gives partial sums.
+/// Embedding: looks up rows of a table by ids of any shape. A table sharded over the vocabulary gives partial sums. The table
+/// may be quantized, as the weight of [`Linear`]; rows are expanded after the lookup.
 pub struct Embedding {
     /// Table `[vocabulary, features]`.
     pub weight: Param,
@@ -79,8 +87,18 @@ impl Embedding {
 
 impl Forward for Embedding {
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        self.hooks.run(ids, |ids| self.weight.get().embedding(ids))
+        let weight = self.weight.get();
+        if !is_quantized(&weight) {
+            return self.hooks.run(ids, |ids| weight.embedding(ids));
+        }
+        let [blocks, bytes] = [1, 2].map(|dim| weight.shape()[dim] as isize);
+        self.hooks.run(ids, |ids| weight.flatten(1, 2)?.embedding(ids)?.unflatten(-1, &[blocks, bytes])?.dequantize())
     }
+}
+
+/// Whether a weight is a tensor of quantized blocks, `[rows, blocks, bytes of a block]`, instead of a matrix.
+fn is_quantized(weight: &DTensor) -> bool {
+    weight.ndim() == 3 && weight.dtype() == DType::U8
 }
 
 /// Embedding of bags of ids: the rows of each bag are summed, averaged or reduced to their maximum.

@@ -27,6 +27,7 @@ mod normalization;
 mod operators;
 mod override_rule;
 mod parametrized;
+mod quantized;
 mod reduce;
 mod residual;
 mod reshape;
