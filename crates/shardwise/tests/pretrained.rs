@@ -90,7 +90,11 @@ fn assert_close(got: &[f32], expected: &[f32], what: &str) {
 }
 
 /// Reports of all ranks of a load, with the bytes of their parameters as stored.
-fn reports(model: &str, mesh: &str, planner: impl ShardingPlanner + Clone + Send + Sync + 'static) -> Vec<(LoadReport, u64)> {
+fn reports(
+    model: &str,
+    mesh: &str,
+    planner: impl ShardingPlanner + Clone + Send + Sync + 'static,
+) -> Vec<(LoadReport, u64)> {
     let (path, axes, copy) = (recorded(model), mesh.parse::<Mesh>().unwrap(), planner.clone());
     let (size, dry_axes) = (axes.size(), axes.clone());
     let found = ThreadWorld::new(size)
@@ -98,7 +102,8 @@ fn reports(model: &str, mesh: &str, planner: impl ShardingPlanner + Clone + Send
         .run(move |world| {
             let mesh = world.device_mesh(axes.clone())?;
             let (model, report) = models::load_with(&path, &mesh, planner.clone(), &LoadOptions::default())?;
-            let held = model.named_parameters().iter().map(|(_, p)| p.get().to_local().elem_count() as u64).sum::<u64>();
+            let held =
+                model.named_parameters().iter().map(|(_, p)| p.get().to_local().elem_count() as u64).sum::<u64>();
             Ok((report, held))
         })
         .unwrap();
@@ -134,7 +139,8 @@ fn other_spellings_of_the_same_weights_load() {
         .map(|(name, t)| (name.strip_prefix("model.").unwrap_or(&name).to_string(), t))
         .collect();
     weights.insert("lm_head.weight".into(), Tensor::zeros((512, 72), DType::F32, &Device::Cpu).unwrap());
-    weights.insert("layers.0.self_attn.rotary_emb.inv_freq".into(), Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap());
+    weights
+        .insert("layers.0.self_attn.rotary_emb.inv_freq".into(), Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap());
     changed.write(&weights);
     assert_close(&logits(&changed.0, 2).unwrap(), &expected, "llama without prefix");
 
@@ -144,7 +150,8 @@ fn other_spellings_of_the_same_weights_load() {
     let mut weights = changed.weights();
     for layer in 0..2 {
         let at = |rest: &str| format!("model.layers.{layer}.{rest}");
-        let mut take = |e: usize, w: &str| weights.remove(&at(&format!("block_sparse_moe.experts.{e}.{w}.weight"))).unwrap();
+        let mut take =
+            |e: usize, w: &str| weights.remove(&at(&format!("block_sparse_moe.experts.{e}.{w}.weight"))).unwrap();
         let (mut fused, mut down) = (Vec::new(), Vec::new());
         for e in 0..6 {
             fused.push(Tensor::cat(&[take(e, "w1"), take(e, "w3")], 0).unwrap());
@@ -206,7 +213,8 @@ fn exports_load_again_and_have_the_names_and_shapes_of_the_original() {
             })
             .unwrap();
         let shapes = |path: &Path| -> HashMap<String, Vec<usize>> {
-            let file = if path.join("pytorch_model.bin").exists() { path.join("pytorch_model.bin") } else { path.into() };
+            let file =
+                if path.join("pytorch_model.bin").exists() { path.join("pytorch_model.bin") } else { path.into() };
             let found = shardwise::checkpoint::open(file).unwrap();
             // GPT-2 files may lack the prefix, which exports have.
             let named = |name: &str| name.trim_start_matches("transformer.").to_string();
@@ -289,7 +297,10 @@ fn bad_directories_name_what_is_wrong() {
         "extra",
         &|c| {
             replace(c, &|w| {
-                drop(w.insert("model.layers.0.self_attn.q_proj.bias".into(), Tensor::zeros(72, DType::F32, &Device::Cpu).unwrap()));
+                drop(w.insert(
+                    "model.layers.0.self_attn.q_proj.bias".into(),
+                    Tensor::zeros(72, DType::F32, &Device::Cpu).unwrap(),
+                ));
             });
         },
         &["model.layers.0.self_attn.q_proj.bias", "1 unknown"],

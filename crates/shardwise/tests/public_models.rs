@@ -14,7 +14,8 @@ use shardwise::text::{ChatOptions, Message};
 use shardwise_test_suites::public_models::public_model;
 
 fn recorded(name: &str) -> Value {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/models").join(name).join("cases.json");
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/models").join(name).join("cases.json");
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 

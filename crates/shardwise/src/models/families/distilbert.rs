@@ -10,13 +10,7 @@ pub(super) static FAMILY: Family = Family {
     prefix: "distilbert.",
     names: NAMES,
     other_names: &[],
-    ignored_tensors: &[
-        "vocab_*",
-        "pre_classifier.*",
-        "classifier.*",
-        "qa_outputs.*",
-        "*embeddings.position_ids",
-    ],
+    ignored_tensors: &["vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*", "*embeddings.position_ids"],
     read: |fields| {
         // How the table of positions was initialized; it is stored either way.
         fields.flag("sinusoidal_pos_embds", false)?;

@@ -1,7 +1,7 @@
 //! Mixtral: Mistral with a mixture of experts in place of every MLP.
 
 use super::llama::{LlamaDefaults, read_llama_like, set_window};
-use super::{Architecture, Family, STACKED_EXPERTS, NameEntry, module, per_expert};
+use super::{Architecture, Family, NameEntry, STACKED_EXPERTS, module, per_expert};
 use crate::models::decoder::ExpertsSpec;
 
 pub(super) static FAMILY: Family = Family {

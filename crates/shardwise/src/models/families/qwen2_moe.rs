@@ -1,7 +1,7 @@
 //! Qwen2-MoE: Qwen2 with mixtures of experts and an expert that every token uses.
 
 use super::llama::{LlamaDefaults, read_llama_like, read_optional_window};
-use super::{Architecture, Family, STACKED_EXPERTS, NameEntry, module, per_expert};
+use super::{Architecture, Family, NameEntry, STACKED_EXPERTS, module, per_expert};
 use crate::error::Result;
 use crate::models::decoder::{DecoderSpec, ExpertsSpec};
 use crate::models::fields::ConfigFields;
