@@ -86,7 +86,7 @@ fn boxes_of_quantized_tensors_are_those_of_the_whole() {
     }
 }
 
-/// Each rank reads the blocks that its columns touch, and is told how many bytes that were.
+/// Each rank reads the blocks that its columns touch; the report counts their bytes.
 #[test]
 fn a_rank_reads_the_blocks_of_its_shard() {
     launch(2, |world| {

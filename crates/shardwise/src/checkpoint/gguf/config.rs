@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::families::Family;
+use super::families::GgufFamily;
 use super::metadata::{Metadata, bad};
 use super::rope::{RopeFactors, rope_scaling};
 use crate::checkpoint::stored::StoredTensor;
@@ -12,19 +12,19 @@ use crate::error::{ErrorKind, Result};
 
 /// Numbers of heads and their size, which tensors are reordered by.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Heads {
+pub(super) struct HeadCounts {
     pub(super) queries: usize,
     pub(super) keys: usize,
 }
 
-impl Heads {
+impl HeadCounts {
     pub(super) fn of(meta: &Metadata<'_>) -> Result<Self> {
         let queries = meta.needed_count(".attention.head_count")?;
         let keys = meta.count(".attention.head_count_kv")?.unwrap_or(queries);
         if queries == 0 || keys == 0 {
             return Err(bad("attention.head_count", "0", "at least one head"));
         }
-        Ok(Heads { queries, keys })
+        Ok(HeadCounts { queries, keys })
     }
 }
 
@@ -33,13 +33,13 @@ const ROPE_THETA: f64 = 10_000.0;
 
 /// Builds the configuration. `tensors` are those of the file, by its names.
 pub(super) fn config(
-    family: Family,
+    family: GgufFamily,
     meta: &Metadata<'_>,
     tensors: &BTreeMap<String, StoredTensor>,
     factors: &RopeFactors,
 ) -> Result<Json> {
     let (model_type, class) = family.hf_names();
-    let heads = Heads::of(meta)?;
+    let heads = HeadCounts::of(meta)?;
     let size = |name: &str, dim: usize| tensors.get(name).and_then(|tensor| tensor.shape.get(dim)).copied();
     let vocabulary = size("token_embd.weight", 0).ok_or_else(|| no_tensor("token_embd.weight"))?;
     let mut config = Map::new();
@@ -64,7 +64,7 @@ pub(super) fn config(
         None => meta.number(".attention.layer_norm_epsilon")?,
     };
     let epsilon = epsilon.ok_or_else(|| bad("attention.layer_norm_rms_epsilon", "none", "a number"))?;
-    if family == Family::Gpt2 {
+    if family == GgufFamily::Gpt2 {
         // Files of llama.cpp always claim four times the width, which is what null means; the matrices are what counts.
         let inner = size("blk.0.ffn_up.weight", 0).or(inner).filter(|inner| *inner != 4 * hidden);
         let gpt2 = json!({
@@ -91,7 +91,7 @@ pub(super) fn config(
     set("max_position_embeddings", json!(context));
     set("intermediate_size", json!(inner.ok_or_else(|| bad("feed_forward_length", "none", "a count"))?));
     set("rope_scaling", scaling.clone());
-    if family == Family::GptNeoX {
+    if family == GgufFamily::GptNeoX {
         set("layer_norm_eps", json!(epsilon));
         set("rotary_emb_base", json!(theta));
         set("rotary_pct", json!(rotary as f64 / head_dim.max(1) as f64));
@@ -107,7 +107,7 @@ pub(super) fn config(
     set("hidden_act", json!("silu"));
     if rotary != head_dim {
         match family {
-            Family::Phi3 => set("partial_rotary_factor", json!(rotary as f64 / head_dim as f64)),
+            GgufFamily::Phi3 => set("partial_rotary_factor", json!(rotary as f64 / head_dim as f64)),
             _ => {
                 let found = format!("rope.dimension_count {rotary} with heads of {head_dim}");
                 return Err(unsupported(&found, "positions for whole heads"));
@@ -117,24 +117,24 @@ pub(super) fn config(
     let has = |name: &str| tensors.contains_key(name);
     let window = meta.count(".attention.sliding_window")?.filter(|window| *window > 0);
     match family {
-        Family::Llama => {
+        GgufFamily::Llama => {
             set("attention_bias", json!(has("blk.0.attn_q.bias")));
             set("mlp_bias", json!(has("blk.0.ffn_up.bias")));
         }
-        Family::Mistral => set("sliding_window", json!(window)),
-        Family::Qwen3 | Family::Qwen3Moe => set("attention_bias", json!(has("blk.0.attn_q.bias"))),
-        Family::Phi3 => {
+        GgufFamily::Mistral => set("sliding_window", json!(window)),
+        GgufFamily::Qwen3 | GgufFamily::Qwen3Moe => set("attention_bias", json!(has("blk.0.attn_q.bias"))),
+        GgufFamily::Phi3 => {
             set("sliding_window", json!(window));
             let original = meta.count(".rope.scaling.original_context_length")?;
             set("original_max_position_embeddings", json!(original.unwrap_or(context)));
         }
-        Family::Gemma | Family::Gemma2 | Family::Gemma3 => {
+        GgufFamily::Gemma | GgufFamily::Gemma2 | GgufFamily::Gemma3 => {
             let gemma = gemma(family, meta, heads, window, hidden, layers, head_dim)?;
             config.extend(gemma.as_object().cloned().unwrap_or_default());
         }
         _ => {}
     }
-    if matches!(family, Family::Mixtral | Family::Qwen2Moe | Family::Qwen3Moe | Family::Olmoe) {
+    if matches!(family, GgufFamily::Mixtral | GgufFamily::Qwen2Moe | GgufFamily::Qwen3Moe | GgufFamily::Olmoe) {
         config.extend(experts(family, meta, &size)?);
     }
     Ok(Json::Object(config))
@@ -142,20 +142,20 @@ pub(super) fn config(
 
 /// What the Gemma models have beside the common sizes.
 fn gemma(
-    family: Family,
+    family: GgufFamily,
     meta: &Metadata<'_>,
-    heads: Heads,
+    heads: HeadCounts,
     window: Option<usize>,
     hidden: usize,
     layers: usize,
     head_dim: usize,
 ) -> Result<Json> {
     let mut config = json!({ "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh" });
-    if family == Family::Gemma {
+    if family == GgufFamily::Gemma {
         return Ok(config);
     }
     // The scale of the scores is not in the files: llama.cpp knows the largest models by their number of layers.
-    let is_largest = layers == if family == Family::Gemma2 { 46 } else { 62 };
+    let is_largest = layers == if family == GgufFamily::Gemma2 { 46 } else { 62 };
     let scale = if is_largest { hidden / heads.queries } else { head_dim };
     config["query_pre_attn_scalar"] = json!(scale);
     config["attn_logit_softcapping"] = json!(meta.number(".attn_logit_softcapping")?);
@@ -163,7 +163,7 @@ fn gemma(
     config["sliding_window"] = json!(window);
     let pattern = match (window, family) {
         (None, _) => 1,
-        (Some(_), Family::Gemma2) => 2,
+        (Some(_), GgufFamily::Gemma2) => 2,
         (Some(_), _) => meta.count(".attention.sliding_window_pattern")?.unwrap_or(6),
     };
     if pattern == 0 {
@@ -172,7 +172,7 @@ fn gemma(
     // The last layer of each period sees everything.
     let kind = |layer: usize| if (layer + 1).is_multiple_of(pattern) { "full_attention" } else { "sliding_attention" };
     config["layer_types"] = json!((0..layers).map(kind).collect::<Vec<_>>());
-    if family == Family::Gemma3 {
+    if family == GgufFamily::Gemma3 {
         config["sliding_window_pattern"] = json!(pattern);
         config["rope_local_base_freq"] = json!(meta.number(".rope.freq_base_swa")?.unwrap_or(ROPE_THETA));
     }
@@ -181,32 +181,32 @@ fn gemma(
 
 /// What mixtures of experts have beside the common sizes.
 fn experts(
-    family: Family,
+    family: GgufFamily,
     meta: &Metadata<'_>,
     size: &dyn Fn(&str, usize) -> Option<usize>,
 ) -> Result<Map<String, Json>> {
     let mut config = Map::new();
     let count = meta.needed_count(".expert_count")?;
-    let name = if family == Family::Mixtral { "num_local_experts" } else { "num_experts" };
+    let name = if family == GgufFamily::Mixtral { "num_local_experts" } else { "num_experts" };
     config.insert(name.to_string(), json!(count));
     config.insert("num_experts_per_tok".to_string(), json!(meta.needed_count(".expert_used_count")?));
     let inner = meta.count(".expert_feed_forward_length")?.or(size("blk.0.ffn_gate_exps.weight", 1));
     match family {
-        Family::Mixtral => {
+        GgufFamily::Mixtral => {
             config.insert("sliding_window".to_string(), Json::Null);
         }
-        Family::Olmoe => {
+        GgufFamily::Olmoe => {
             config.insert("norm_topk_prob".to_string(), json!(false));
         }
         _ => {
             config.insert("moe_intermediate_size".to_string(), json!(inner));
             // llama.cpp divides the weights of the chosen experts by their sum for Qwen 3, and not for Qwen 2.
-            config.insert("norm_topk_prob".to_string(), json!(family == Family::Qwen3Moe));
+            config.insert("norm_topk_prob".to_string(), json!(family == GgufFamily::Qwen3Moe));
             config.insert("decoder_sparse_step".to_string(), json!(1));
             config.insert("mlp_only_layers".to_string(), json!([]));
         }
     }
-    if family == Family::Qwen2Moe {
+    if family == GgufFamily::Qwen2Moe {
         let shared = meta.count(".expert_shared_feed_forward_length")?.or(size("blk.0.ffn_gate_shexp.weight", 0));
         config.insert("shared_expert_intermediate_size".to_string(), json!(shared));
     }

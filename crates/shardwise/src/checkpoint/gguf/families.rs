@@ -4,7 +4,7 @@ use crate::error::{ErrorKind, Result};
 
 /// A family of models that GGUF files can be opened as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Family {
+pub(super) enum GgufFamily {
     Llama,
     Mistral,
     Mixtral,
@@ -120,24 +120,24 @@ const NEOX_LAYER: &[(&str, &str, Change)] = &[
     ("ffn_down", "mlp.dense_4h_to_h", Change::Same),
 ];
 
-impl Family {
-    /// The family of an architecture; models with several names at Hugging Face are told apart by the last two arguments.
-    pub(super) fn of(architecture: &str, has_experts: bool, has_window: bool) -> Result<Family> {
+impl GgufFamily {
+    /// The family of an architecture; the last two arguments distinguish models with several names at Hugging Face.
+    pub(super) fn of(architecture: &str, has_experts: bool, has_window: bool) -> Result<GgufFamily> {
         Ok(match architecture {
-            "llama" if has_experts => Family::Mixtral,
-            "llama" if has_window => Family::Mistral,
-            "llama" => Family::Llama,
-            "qwen2" => Family::Qwen2,
-            "qwen3" => Family::Qwen3,
-            "qwen2moe" => Family::Qwen2Moe,
-            "qwen3moe" => Family::Qwen3Moe,
-            "olmoe" => Family::Olmoe,
-            "gemma" => Family::Gemma,
-            "gemma2" => Family::Gemma2,
-            "gemma3" => Family::Gemma3,
-            "phi3" => Family::Phi3,
-            "gpt2" => Family::Gpt2,
-            "gptneox" => Family::GptNeoX,
+            "llama" if has_experts => GgufFamily::Mixtral,
+            "llama" if has_window => GgufFamily::Mistral,
+            "llama" => GgufFamily::Llama,
+            "qwen2" => GgufFamily::Qwen2,
+            "qwen3" => GgufFamily::Qwen3,
+            "qwen2moe" => GgufFamily::Qwen2Moe,
+            "qwen3moe" => GgufFamily::Qwen3Moe,
+            "olmoe" => GgufFamily::Olmoe,
+            "gemma" => GgufFamily::Gemma,
+            "gemma2" => GgufFamily::Gemma2,
+            "gemma3" => GgufFamily::Gemma3,
+            "phi3" => GgufFamily::Phi3,
+            "gpt2" => GgufFamily::Gpt2,
+            "gptneox" => GgufFamily::GptNeoX,
             other => {
                 let known =
                     "llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe, gemma, gemma2, gemma3, phi3, gpt2, gptneox";
@@ -154,20 +154,20 @@ impl Family {
     /// `model_type` and the name of the class in a `config.json`.
     pub(super) fn hf_names(self) -> (&'static str, &'static str) {
         match self {
-            Family::Llama => ("llama", "LlamaForCausalLM"),
-            Family::Mistral => ("mistral", "MistralForCausalLM"),
-            Family::Mixtral => ("mixtral", "MixtralForCausalLM"),
-            Family::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
-            Family::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
-            Family::Qwen2Moe => ("qwen2_moe", "Qwen2MoeForCausalLM"),
-            Family::Qwen3Moe => ("qwen3_moe", "Qwen3MoeForCausalLM"),
-            Family::Olmoe => ("olmoe", "OlmoeForCausalLM"),
-            Family::Gemma => ("gemma", "GemmaForCausalLM"),
-            Family::Gemma2 => ("gemma2", "Gemma2ForCausalLM"),
-            Family::Gemma3 => ("gemma3_text", "Gemma3ForCausalLM"),
-            Family::Phi3 => ("phi3", "Phi3ForCausalLM"),
-            Family::Gpt2 => ("gpt2", "GPT2LMHeadModel"),
-            Family::GptNeoX => ("gpt_neox", "GPTNeoXForCausalLM"),
+            GgufFamily::Llama => ("llama", "LlamaForCausalLM"),
+            GgufFamily::Mistral => ("mistral", "MistralForCausalLM"),
+            GgufFamily::Mixtral => ("mixtral", "MixtralForCausalLM"),
+            GgufFamily::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
+            GgufFamily::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
+            GgufFamily::Qwen2Moe => ("qwen2_moe", "Qwen2MoeForCausalLM"),
+            GgufFamily::Qwen3Moe => ("qwen3_moe", "Qwen3MoeForCausalLM"),
+            GgufFamily::Olmoe => ("olmoe", "OlmoeForCausalLM"),
+            GgufFamily::Gemma => ("gemma", "GemmaForCausalLM"),
+            GgufFamily::Gemma2 => ("gemma2", "Gemma2ForCausalLM"),
+            GgufFamily::Gemma3 => ("gemma3_text", "Gemma3ForCausalLM"),
+            GgufFamily::Phi3 => ("phi3", "Phi3ForCausalLM"),
+            GgufFamily::Gpt2 => ("gpt2", "GPT2LMHeadModel"),
+            GgufFamily::GptNeoX => ("gpt_neox", "GPTNeoXForCausalLM"),
         }
     }
 
@@ -178,16 +178,16 @@ impl Family {
             return None;
         }
         let (outside, layers, prefix): (_, &[&[_]], _) = match self {
-            Family::Llama | Family::Mistral => (DECODER, &[LLAMA_LAYER, DECODER_LAYER], "model.layers"),
-            Family::Mixtral => (DECODER, &[MIXTRAL_LAYER, DECODER_LAYER], "model.layers"),
-            Family::Qwen2 | Family::Gemma => (DECODER, &[DECODER_LAYER], "model.layers"),
-            Family::Qwen3 => (DECODER, &[&HEAD_NORMS, DECODER_LAYER], "model.layers"),
-            Family::Qwen2Moe => (DECODER, &[QWEN2_MOE_LAYER, DECODER_LAYER], "model.layers"),
-            Family::Qwen3Moe | Family::Olmoe => (DECODER, &[QWEN3_MOE_LAYER, DECODER_LAYER], "model.layers"),
-            Family::Gemma2 | Family::Gemma3 => (DECODER, &[GEMMA2_LAYER, DECODER_LAYER], "model.layers"),
-            Family::Phi3 => (DECODER, &[PHI3_LAYER, DECODER_LAYER], "model.layers"),
-            Family::Gpt2 => (GPT2, &[GPT2_LAYER], "transformer.h"),
-            Family::GptNeoX => (NEOX, &[NEOX_LAYER], "gpt_neox.layers"),
+            GgufFamily::Llama | GgufFamily::Mistral => (DECODER, &[LLAMA_LAYER, DECODER_LAYER], "model.layers"),
+            GgufFamily::Mixtral => (DECODER, &[MIXTRAL_LAYER, DECODER_LAYER], "model.layers"),
+            GgufFamily::Qwen2 | GgufFamily::Gemma => (DECODER, &[DECODER_LAYER], "model.layers"),
+            GgufFamily::Qwen3 => (DECODER, &[&HEAD_NORMS, DECODER_LAYER], "model.layers"),
+            GgufFamily::Qwen2Moe => (DECODER, &[QWEN2_MOE_LAYER, DECODER_LAYER], "model.layers"),
+            GgufFamily::Qwen3Moe | GgufFamily::Olmoe => (DECODER, &[QWEN3_MOE_LAYER, DECODER_LAYER], "model.layers"),
+            GgufFamily::Gemma2 | GgufFamily::Gemma3 => (DECODER, &[GEMMA2_LAYER, DECODER_LAYER], "model.layers"),
+            GgufFamily::Phi3 => (DECODER, &[PHI3_LAYER, DECODER_LAYER], "model.layers"),
+            GgufFamily::Gpt2 => (GPT2, &[GPT2_LAYER], "transformer.h"),
+            GgufFamily::GptNeoX => (NEOX, &[NEOX_LAYER], "gpt_neox.layers"),
         };
         let (new, change) = match path.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
             None => (outside.iter().find(|(old, _)| *old == path)?.1.to_string(), Change::Same),
@@ -199,7 +199,7 @@ impl Family {
         };
         // Matrices of GPT-2 are transposed; its biases are not.
         let change = if change == Change::Transposed && kind == "bias" { Change::Same } else { change };
-        let is_gemma = matches!(self, Family::Gemma | Family::Gemma2 | Family::Gemma3);
+        let is_gemma = matches!(self, GgufFamily::Gemma | GgufFamily::Gemma2 | GgufFamily::Gemma3);
         let change = if is_gemma && path.ends_with("_norm") { Change::MinusOne } else { change };
         Some((format!("{new}.{kind}"), change))
     }

@@ -1,7 +1,7 @@
 //! GGUF files of llama.cpp: tensors, quantized or not, and metadata that describes the model and its tokenizer.
 //!
 //! [`open`](super::open) reads a file under the names it has: tensors with their dimensions in row-major order, quantized ones
-//! as `f32`, and the metadata as values. [`open_as_hf`] sees the file as the Hugging Face directory that it was made from, with
+//! as `f32`, and the metadata as values. [`open_as_hf`] sees the file as the Hugging Face directory that it comes from, with
 //! the names, configuration and tokenizer of one; [`convert`](super::convert()) to Hugging Face's format writes that directory.
 
 mod config;

@@ -166,7 +166,7 @@ impl<'a> Vocabulary<'a> {
         Ok((tokenizer, true))
     }
 
-    /// Merges in the order in which SentencePiece makes them: those that give the piece with the highest score first.
+    /// Merges in the order of SentencePiece: the piece with the highest score first.
     fn merges_by_score(&self) -> Result<Json> {
         let key = "tokenizer.ggml.scores";
         let scores = self.meta.numbers(key)?.ok_or_else(|| bad(key, "none", "a score for each token"))?;
@@ -193,7 +193,7 @@ impl<'a> Vocabulary<'a> {
         Ok(merges.into_iter().map(|(_, _, left, right)| json!([left, right])).collect())
     }
 
-    /// Special tokens and those that the user of a model defined: they are found in a text before anything else.
+    /// Special tokens and tokens that the user of a model defined, which are found in a text before anything else.
     fn added_tokens(&self) -> Result<Json> {
         let mut special: Vec<usize> = Vec::new();
         for kind in ["bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "cls", "mask"] {

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use serde_json::Value as Json;
 
-use super::config::{Heads, config};
-use super::families::{Change, Family};
+use super::config::{HeadCounts, config};
+use super::families::{Change, GgufFamily};
 use super::metadata::Metadata;
 use super::rope::RopeFactors;
 use super::tokenizer;
@@ -66,9 +66,9 @@ impl HfView {
             meta.count(".expert_used_count")?;
         }
         let has_window = meta.count(".attention.sliding_window")?.is_some_and(|window| window > 0);
-        let family = Family::of(meta.architecture, has_experts, has_window)?;
+        let family = GgufFamily::of(meta.architecture, has_experts, has_window)?;
         let config = config(family, &meta, &catalog.tensors, &rope_factors(&catalog)?)?;
-        let heads = Heads::of(&meta)?;
+        let heads = HeadCounts::of(&meta)?;
         let (tokenizer_json, tokenizer_config) = match tokenizer::tokenizer(&meta)? {
             Some((tokenizer, config)) => (Some(tokenizer), config),
             None => (None, Json::Null),
@@ -125,7 +125,7 @@ fn changed(
     new: &str,
     change: Change,
     stored: &StoredTensor,
-    heads: Heads,
+    heads: HeadCounts,
 ) -> Result<Vec<(String, StoredTensor)>> {
     let shape = &stored.shape;
     let bad = |needed: String| {
