@@ -1,5 +1,6 @@
 //! `shardwise generate` and `shardwise embed` with model directories, as a user runs them.
 
+#[allow(dead_code, reason = "other tests use the rest of it")]
 mod command;
 
 use std::io::Write;
@@ -181,7 +182,7 @@ fn bad_inputs_are_reported_once_and_clearly() {
         (&["generate", &llama, "--batch", "no.txt"], &["invalid file", "no.txt"]),
         (&["generate", &bert, "--prompt", "a"], &["invalid model", "encoder", "shardwise embed"]),
         (&["generate", &gpt2, "--chat"], &["invalid conversation", "chat template"]),
-        (&["generate", &llama, "--prompt", "a", "--temperature", "-1"], &["invalid temperature"]),
+        (&["generate", &llama, "--prompt", "a", "--top-p", "3"], &["invalid top-p"]),
         (&["generate", &llama, "--prompt", "a", "--mesh", "xp=2"], &["invalid mesh", "xp"]),
         (&["generate", &broken, "--prompt", "a"], &["invalid tokenizer"]),
         (&["embed", &llama, &empty], &["invalid model", "shardwise generate"]),
