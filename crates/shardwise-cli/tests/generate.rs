@@ -1,6 +1,5 @@
 //! `shardwise generate` and `shardwise embed` with model directories, as a user runs them.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod command;
 
 use std::io::Write;

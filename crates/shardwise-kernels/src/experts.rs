@@ -95,7 +95,7 @@ impl ExpertRows<'_> {
     }
 }
 
-/// The weighted sum over the experts of every row, of those that this rank holds: `[rows, features]` in type `dtype`.
+/// The weighted sum over the experts of every row, of the experts that this rank holds: `[rows, features]` in type `dtype`.
 ///
 /// Computes each expert on its own rows alone.
 ///
@@ -208,14 +208,14 @@ fn combined(tensors: &[&Tensor], function: impl Fn(&[f64]) -> f64) -> Result<Ten
     }
 }
 
-/// A matrix to whose rows others are added, in f32 or f64.
+/// A matrix to whose rows other rows are added, in f32 or f64.
 struct RowSum {
-    sum: Elements,
+    sum: RowSums,
     shape: Vec<usize>,
     dtype: DType,
 }
 
-enum Elements {
+enum RowSums {
     F32(Vec<f32>),
     F64(Vec<f64>),
 }
@@ -225,8 +225,8 @@ impl RowSum {
     fn new(like: &Tensor, dtype: DType) -> Result<Self> {
         let count = like.elem_count();
         let sum = match like.dtype() {
-            DType::F64 => Elements::F64(vec![0.0; count]),
-            _ => Elements::F32(vec![0.0; count]),
+            DType::F64 => RowSums::F64(vec![0.0; count]),
+            _ => RowSums::F32(vec![0.0; count]),
         };
         Ok(RowSum { sum, shape: like.dims().to_vec(), dtype })
     }
@@ -235,8 +235,8 @@ impl RowSum {
     fn add(&mut self, found: &Tensor, rows: &[usize]) -> Result<()> {
         let width = self.shape[1];
         match &mut self.sum {
-            Elements::F32(sum) => add_rows(sum, &found.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?, rows, width),
-            Elements::F64(sum) => add_rows(sum, &found.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?, rows, width),
+            RowSums::F32(sum) => add_rows(sum, &found.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?, rows, width),
+            RowSums::F64(sum) => add_rows(sum, &found.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?, rows, width),
         }
         Ok(())
     }
@@ -244,8 +244,8 @@ impl RowSum {
     fn finish(self) -> Result<Tensor> {
         let device = candle_core::Device::Cpu;
         let sum = match self.sum {
-            Elements::F32(sum) => Tensor::from_vec(sum, self.shape.as_slice(), &device)?,
-            Elements::F64(sum) => Tensor::from_vec(sum, self.shape.as_slice(), &device)?,
+            RowSums::F32(sum) => Tensor::from_vec(sum, self.shape.as_slice(), &device)?,
+            RowSums::F64(sum) => Tensor::from_vec(sum, self.shape.as_slice(), &device)?,
         };
         Ok(sum.to_dtype(self.dtype)?)
     }

@@ -320,7 +320,7 @@ fn bad_directories_name_what_is_wrong() {
             let bytes = std::fs::read(c.file("model.safetensors")).unwrap();
             std::fs::write(c.file("model.safetensors"), &bytes[..bytes.len() - 100]).unwrap();
         },
-        &["model.safetensors", "truncated"],
+        &["model.safetensors", "the file is damaged"],
     );
     // A shard that the index names is absent.
     let changed = Changed::new("mistral", "shard");

@@ -80,9 +80,8 @@ fn sharded_layers_compute_without_communication() {
         let up = place(&up, Placement::ragged(0, vec![96, 64, 32]))?;
         let down = place(&down, Placement::ragged(1, vec![3, 2, 1]))?;
         let x = place(&x, Replicate)?;
-        let y = shardwise::explicit_communication_only(|| {
-            x.quantized_linear(&up, None)?.quantized_linear(&down, None)
-        })?;
+        let y =
+            shardwise::explicit_communication_only(|| x.quantized_linear(&up, None)?.quantized_linear(&down, None))?;
         assert!(y.placements()[0].is_partial(), "{}", y.layout());
         close(&y.full_tensor()?, &expected, "two layers");
         Ok(())

@@ -111,8 +111,8 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     if let Some(resumed) = &resumed {
         settings = settings.resuming(resumed.settings.clone());
     }
-    let tokens = settings.tokens(resumed.as_ref())?;
-    let job = settings.decide(&tokens, network, resumed.as_ref())?;
+    let tokens = settings.tokens(resumed.as_ref().and_then(ResumePoint::text_files).transpose()?)?;
+    let job = settings.decide(&tokens, network, resumed.as_ref().map(|resumed| &resumed.config))?;
     resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
     options.export_hf.iter().try_for_each(check_export)?;
     let prompt = match job.prompt.as_deref() {

@@ -17,7 +17,6 @@ use shardwise::plan::{PlanSearch, ShardingPlan};
 use shardwise::prelude::*;
 use shardwise::text::TextFiles;
 
-use super::checkpoints::ResumePoint;
 use super::data::{TokenizedText, tokenizer_file};
 use super::lora::LoraSettings;
 use crate::old_options;
@@ -290,18 +289,16 @@ impl TrainSettings {
     }
 
     /// The text as tokens.
-    pub(crate) fn tokens(&self, resumed: Option<&ResumePoint>) -> Result<TokenizedText> {
+    ///
+    /// `saved` has the files of the run to resume: the model that it began with may be gone.
+    pub(crate) fn tokens(&self, saved: Option<TextFiles>) -> Result<TokenizedText> {
         let files = match (&self.init, &self.tokenizer) {
             (Some(_), Some(tokenizer)) => {
                 let found = format!("{} beside --init", tokenizer.display());
                 let needed = "the tokenizer that the model was trained with";
                 return Err(ErrorKind::Argument.error("--tokenizer", found, needed, "leave one of the options out"));
             }
-            // The model that a run began with may be gone when it is resumed.
-            (Some(init), None) => match resumed.and_then(ResumePoint::text_files) {
-                Some(files) => files?,
-                None => load_text_files(init)?,
-            },
+            (Some(init), None) => saved.map_or_else(|| load_text_files(init), Ok)?,
             (None, Some(path)) => tokenizer_file(path)?,
             (None, None) => TextFiles::default(),
         };
@@ -313,10 +310,10 @@ impl TrainSettings {
         self,
         tokens: &TokenizedText,
         network: Network,
-        resumed: Option<&ResumePoint>,
+        saved: Option<&ModelConfig>,
     ) -> Result<TrainJob> {
         let config = match &self.init {
-            Some(init) => self.pretrained(init, resumed)?,
+            Some(init) => self.pretrained(init, saved)?,
             None => self.model_config(tokens.vocabulary()),
         };
         if tokens.vocabulary() > config.vocab_size() && tokens.largest() as usize >= config.vocab_size() {
@@ -450,7 +447,7 @@ impl TrainSettings {
     }
 
     /// The configuration of `--init`, or the one that the run to resume began with.
-    fn pretrained(&self, init: &Path, resumed: Option<&ResumePoint>) -> Result<ModelConfig> {
+    fn pretrained(&self, init: &Path, saved: Option<&ModelConfig>) -> Result<ModelConfig> {
         let sizes = [self.layers, self.d_model, self.heads, self.kv_heads, self.d_ff];
         if self.model.is_some() || self.size.is_some() || self.tied_head.is_some() || sizes.iter().any(Option::is_some)
         {
@@ -458,7 +455,7 @@ impl TrainSettings {
             let needed = "the sizes of the model in its config.json";
             return Err(ErrorKind::Argument.error("--init", found, needed, "leave --model, --size and the sizes out"));
         }
-        let config = match resumed.map(|resumed| &resumed.config) {
+        let config = match saved {
             Some(ModelConfig::Pretrained { config, .. }) => config.clone(),
             _ => PretrainedConfig::read(init)?,
         };

@@ -155,7 +155,7 @@ mod tests {
         assert!("Q9_9".parse::<BlockType>().is_err() && BlockType::from_number(1).is_none());
         assert!(BlockType::Q8_0.dequantize(&[0; 33], &mut [0.0; 32]).is_err());
         // Bytes at an odd address are blocks too.
-        let mut bytes = vec![0u8; 35];
+        let mut bytes = [0u8; 35];
         bytes[1..3].copy_from_slice(&0x3c00u16.to_le_bytes());
         bytes[3] = 5;
         let mut elements = [0.0; 32];

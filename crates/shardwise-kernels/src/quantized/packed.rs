@@ -15,7 +15,7 @@ pub(super) struct Group {
 }
 
 /// A type of blocks whose products are computed without expanding them first.
-pub(super) trait PackedBlock {
+pub(super) trait QuantizedBlock {
     const TYPE: BlockType;
     /// Elements and bytes of a block.
     const ELEMENTS: usize;
@@ -63,7 +63,7 @@ pub(super) struct Q4K;
 pub(super) struct Q5K;
 pub(super) struct Q6K;
 
-impl PackedBlock for Q8_0 {
+impl QuantizedBlock for Q8_0 {
     const TYPE: BlockType = BlockType::Q8_0;
     const ELEMENTS: usize = 32;
     const BYTES: usize = 34;
@@ -75,7 +75,7 @@ impl PackedBlock for Q8_0 {
     }
 }
 
-impl PackedBlock for Q4_0 {
+impl QuantizedBlock for Q4_0 {
     const TYPE: BlockType = BlockType::Q4_0;
     const ELEMENTS: usize = 32;
     const BYTES: usize = 18;
@@ -89,7 +89,7 @@ impl PackedBlock for Q4_0 {
     }
 }
 
-impl PackedBlock for Q4_1 {
+impl QuantizedBlock for Q4_1 {
     const TYPE: BlockType = BlockType::Q4_1;
     const ELEMENTS: usize = 32;
     const BYTES: usize = 20;
@@ -113,7 +113,7 @@ fn five_bits(block: &[u8], at: usize) -> [[f32; LANES]; 2] {
     ]
 }
 
-impl PackedBlock for Q5_0 {
+impl QuantizedBlock for Q5_0 {
     const TYPE: BlockType = BlockType::Q5_0;
     const ELEMENTS: usize = 32;
     const BYTES: usize = 22;
@@ -125,7 +125,7 @@ impl PackedBlock for Q5_0 {
     }
 }
 
-impl PackedBlock for Q5_1 {
+impl QuantizedBlock for Q5_1 {
     const TYPE: BlockType = BlockType::Q5_1;
     const ELEMENTS: usize = 32;
     const BYTES: usize = 24;
@@ -136,7 +136,7 @@ impl PackedBlock for Q5_1 {
     }
 }
 
-/// Scale and minimum of a group of Q4_K and Q5_K: 6 bits each, of which the last four groups have their upper two elsewhere.
+/// Scale and minimum of a group of Q4_K and Q5_K: 6 bits each, of which the last four groups have their upper two bits in other bytes.
 #[inline(always)]
 fn scale_and_minimum(block: &[u8], group: usize) -> (f32, f32) {
     let packed = &block[4..16];
@@ -147,7 +147,7 @@ fn scale_and_minimum(block: &[u8], group: usize) -> (f32, f32) {
     (half(block, 0) * f32::from(scale), -(half(block, 2) * f32::from(minimum)))
 }
 
-impl PackedBlock for Q4K {
+impl QuantizedBlock for Q4K {
     const TYPE: BlockType = BlockType::Q4K;
     const ELEMENTS: usize = 256;
     const BYTES: usize = 144;
@@ -162,7 +162,7 @@ impl PackedBlock for Q4K {
     }
 }
 
-impl PackedBlock for Q5K {
+impl QuantizedBlock for Q5K {
     const TYPE: BlockType = BlockType::Q5K;
     const ELEMENTS: usize = 256;
     const BYTES: usize = 176;
@@ -179,7 +179,7 @@ impl PackedBlock for Q5K {
     }
 }
 
-impl PackedBlock for Q6K {
+impl QuantizedBlock for Q6K {
     const TYPE: BlockType = BlockType::Q6K;
     const ELEMENTS: usize = 256;
     const BYTES: usize = 210;

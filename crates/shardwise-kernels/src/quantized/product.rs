@@ -7,7 +7,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::BlockType;
-use super::packed::{GROUP, Group, LANES, PackedBlock, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+use super::packed::{GROUP, Group, LANES, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, QuantizedBlock};
 use crate::error::{ErrorKind, Result};
 use crate::parallel::{SharedPtr, over_ranges};
 use crate::simd::{self, Kernel};
@@ -54,7 +54,7 @@ pub fn quantized_matmul(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     }
     with_slice(x, |x: &[f32]| {
         with_bytes(weight, |weight| {
-            let product = Product { x, sums: &group_sums(x), weight, rows, columns, out };
+            let product = QuantizedProduct { x, sums: &group_sums(x), weight, rows, columns, out };
             match block {
                 BlockType::Q8_0 => product.compute::<Q8_0>(&shape),
                 BlockType::Q4_0 => product.compute::<Q4_0>(&shape),
@@ -117,7 +117,7 @@ fn group_sums(x: &[f32]) -> Vec<f32> {
 
 /// A product of few rows.
 #[derive(Clone, Copy)]
-struct Product<'a> {
+struct QuantizedProduct<'a> {
     /// `[rows, columns]`, and the sums of its groups.
     x: &'a [f32],
     sums: &'a [f32],
@@ -128,8 +128,8 @@ struct Product<'a> {
     out: usize,
 }
 
-impl Product<'_> {
-    fn compute<P: PackedBlock>(self, shape: &[usize]) -> Result<Tensor> {
+impl QuantizedProduct<'_> {
+    fn compute<P: QuantizedBlock>(self, shape: &[usize]) -> Result<Tensor> {
         debug_assert_eq!((P::ELEMENTS, P::BYTES), (P::TYPE.elements(), P::TYPE.bytes()));
         // SAFETY: the ranges cover all columns of the result, and each is computed for all rows.
         unsafe {
@@ -167,13 +167,13 @@ impl Product<'_> {
 
 /// The columns `range` of the result of a product.
 struct OutputRange<'a, P> {
-    product: Product<'a>,
+    product: QuantizedProduct<'a>,
     range: Range<usize>,
     to: SharedPtr<f32>,
     blocks: PhantomData<P>,
 }
 
-impl<P: PackedBlock> Kernel for OutputRange<'_, P> {
+impl<P: QuantizedBlock> Kernel for OutputRange<'_, P> {
     type Output = ();
 
     #[inline(always)]
@@ -190,7 +190,7 @@ impl<P: PackedBlock> Kernel for OutputRange<'_, P> {
     }
 }
 
-impl<P: PackedBlock> OutputRange<'_, P> {
+impl<P: QuantizedBlock> OutputRange<'_, P> {
     /// Computes `M` rows of the result, `R` columns at a time. Returns `M`.
     #[inline(always)]
     fn rows<const FMA: bool, const R: usize, const M: usize>(&self, row: usize) -> usize {
@@ -208,7 +208,7 @@ impl<P: PackedBlock> OutputRange<'_, P> {
 
     #[inline(always)]
     fn tile<const FMA: bool, const R: usize, const M: usize>(&self, row: usize, column: usize) {
-        let Product { x, sums, weight, columns, out, .. } = self.product;
+        let QuantizedProduct { x, sums, weight, columns, out, .. } = self.product;
         let (blocks, groups) = (columns / P::ELEMENTS, columns / GROUP);
         let x: [&[f32]; M] = from_fn(|m| &x[(row + m) * columns..(row + m + 1) * columns]);
         let sums: [&[f32]; M] = from_fn(|m| &sums[(row + m) * groups..(row + m + 1) * groups]);
@@ -238,7 +238,7 @@ impl<P: PackedBlock> OutputRange<'_, P> {
 
 /// `lanes` plus the products of a group. Takes and returns values, because sums behind a reference do not stay in registers.
 #[inline(always)]
-fn add<P: PackedBlock, const FMA: bool>(mut lanes: [f32; LANES], group: &Group, x: &[f32]) -> [f32; LANES] {
+fn add<P: QuantizedBlock, const FMA: bool>(mut lanes: [f32; LANES], group: &Group, x: &[f32]) -> [f32; LANES] {
     let (mut first, mut second) = ([0.0; LANES], [0.0; LANES]);
     first.copy_from_slice(&x[..LANES]);
     second.copy_from_slice(&x[LANES..GROUP]);
@@ -364,7 +364,7 @@ mod tests {
         let mut fused: Vec<Vec<f32>> = Vec::new();
         for (_, set) in InstructionSet::available() {
             let mut result = vec![0.0; rows * out];
-            let product = Product { x: &x, sums: &sums, weight: &weight, rows, columns, out };
+            let product = QuantizedProduct { x: &x, sums: &sums, weight: &weight, rows, columns, out };
             let to = SharedPtr::new(result.as_mut_ptr());
             run_on(*set, OutputRange::<Q4_1> { product, range: 0..out, to, blocks: PhantomData });
             if *set != InstructionSet::Baseline {

@@ -124,7 +124,7 @@ impl KvCache {
         self.layers.resize_with(layers, LayerCache::default);
     }
 
-    /// Adds the keys and values `[batch, heads, new, size]` of a layer and returns those that its queries may see.
+    /// Adds the keys and values `[batch, heads, new, size]` of a layer and returns the ones its queries may see.
     pub(super) fn append(
         &mut self,
         layer: usize,

@@ -93,6 +93,7 @@ pub fn load(
 }
 
 /// Loads as [`load`] does, with options, and also returns how much this rank read. Collective.
+#[expect(clippy::needless_pass_by_value, reason = "callers write a planner in place")]
 #[track_caller]
 pub fn load_with(
     path: impl AsRef<Path>,
@@ -133,6 +134,7 @@ pub fn load_encoder(
 }
 
 /// Loads as [`load_encoder`] does, with options, and also returns how much this rank read. Collective.
+#[expect(clippy::needless_pass_by_value, reason = "callers write a planner in place")]
 #[track_caller]
 pub fn load_encoder_with(
     path: impl AsRef<Path>,
@@ -152,6 +154,7 @@ pub fn load_encoder_with(
 ///
 /// # Errors
 /// What [`load`] would refuse: a configuration that is not supported, names and shapes that do not fit, a plan that does not.
+#[expect(clippy::needless_pass_by_value, reason = "callers write a planner in place")]
 pub fn dry_load_model(
     path: impl AsRef<Path>,
     mesh: &Mesh,

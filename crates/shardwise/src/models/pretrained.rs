@@ -326,7 +326,7 @@ impl PretrainedModel {
         PretrainedModel { source: Some(path.to_path_buf()), ..self }
     }
 
-    /// Computes the logits `[batch, vocabulary]` of the token after ids `[batch, new tokens]`, which follow those that the
+    /// Computes the logits `[batch, vocabulary]` of the token after ids `[batch, new tokens]`, which follow the tokens that the
     /// cache has seen, and adds the new tokens to the cache.
     ///
     /// Collective: all ranks of the mesh must call it, each with its own cache. Logits are sharded on the vocabulary if the head is.

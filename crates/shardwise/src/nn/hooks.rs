@@ -136,7 +136,7 @@ impl Hooks {
         x: &DTensor,
         branch: &DTensor,
         forward: &dyn Fn(&DTensor) -> Result<DTensor>,
-        fused: &dyn Fn(&DTensor, &DTensor) -> Result<(DTensor, DTensor)>,
+        fused: impl FnOnce(&DTensor, &DTensor) -> Result<(DTensor, DTensor)>,
     ) -> Result<(DTensor, DTensor)> {
         let RegisteredHooks { input, output, replacement, path } = self.0.lock().clone();
         if input.is_empty() && output.is_empty() && replacement.is_none() {

@@ -202,7 +202,7 @@ fn linear_layers(module: &dyn Module) -> BTreeMap<String, LinearParts> {
         let (parent, field) = path.rsplit_once('.').unwrap_or(("", path));
         match item {
             ModuleItem::Module("Linear" | "LoraLinear") => {
-                drop(layers.insert(path.to_string(), LinearParts::default()))
+                layers.insert(path.to_string(), LinearParts::default());
             }
             ModuleItem::Param(param) => {
                 let Some(layer) = layers.get_mut(parent) else { return };

@@ -35,7 +35,7 @@ impl LayerNorm {
     /// Returns the sum and its norm: what a transformer block needs after a residual branch.
     #[track_caller]
     pub fn forward_residual(&self, x: &DTensor, branch: &DTensor) -> Result<(DTensor, DTensor)> {
-        self.hooks.run_residual(x, branch, &|sum| self.forward(sum), &|x, branch| {
+        self.hooks.run_residual(x, branch, &|sum| self.forward(sum), |x, branch| {
             x.add_layer_norm(branch, Some(&self.weight.get()), Some(&self.bias.get()), self.eps)
         })
     }
@@ -74,7 +74,7 @@ impl RmsNorm {
     /// Computes `x + branch` and the norm of the sum, as [`LayerNorm::forward_residual`] does.
     #[track_caller]
     pub fn forward_residual(&self, x: &DTensor, branch: &DTensor) -> Result<(DTensor, DTensor)> {
-        self.hooks.run_residual(x, branch, &|sum| self.forward(sum), &|x, branch| {
+        self.hooks.run_residual(x, branch, &|sum| self.forward(sum), |x, branch| {
             x.add_rms_norm(branch, Some(&self.weight.get()), self.eps)
         })
     }

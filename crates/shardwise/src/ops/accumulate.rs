@@ -42,6 +42,7 @@ impl Op for Addend {
 impl DTensor {
     /// The sum of two gradients, as [`add`](Self::add) computes it. Takes both, to write the sum over one of them that nothing else
     /// holds. Local if their layouts are equal.
+    #[expect(clippy::needless_pass_by_value, reason = "its memory may be written over")]
     #[track_caller]
     pub(crate) fn plus(self, other: DTensor) -> Result<DTensor> {
         let is_differentiated = is_recording() && (self.has_gradient() || other.has_gradient());

@@ -153,14 +153,14 @@ impl AxisSharding<'_> {
 
     /// Whether query heads are divided without regard to the key heads that they share, which every rank then computes.
     ///
-    /// Otherwise a rank has whole groups: with few key heads some ranks have many more queries than others, or nothing. The
+    /// Otherwise a rank has whole groups: with few key heads some ranks have many more queries than the rest, or nothing. The
     /// cheaper way is the one in which the busiest rank has fewer rows of projections, which are its products and the weights
     /// that it reads.
     fn splits_groups(&self, block: &TransformerBlock) -> Result<bool> {
         let (Some(queries), Some(keys), true) = (block.query_heads, block.key_heads, block.repeats_key_heads) else {
             return Ok(false);
         };
-        let ranks = self.mesh.mesh().shape()[self.mesh.axis(&self.axis)?];
+        let ranks = self.mesh.mesh().shape()[self.mesh.axis(self.axis)?];
         if keys == 0 || queries <= keys || ranks == 1 {
             return Ok(false);
         }

@@ -169,7 +169,7 @@ impl ChatTemplate {
                 .trim_blocks(true)
                 .lstrip_blocks(true)
                 .build()
-                .map_err(invalid)?,
+                .map_err(|error| invalid(&error))?,
         );
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         environment.set_fuel(Some(MOST_INSTRUCTIONS));
@@ -184,7 +184,9 @@ impl ChatTemplate {
             Err(minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, message))
         });
         for (name, source) in named {
-            environment.add_template_owned(name.to_string(), without_generation_tags(source)).map_err(invalid)?;
+            environment
+                .add_template_owned(name.to_string(), without_generation_tags(source))
+                .map_err(|error| invalid(&error))?;
         }
         Ok(ChatTemplate { environment: Arc::new(environment) })
     }
@@ -234,9 +236,9 @@ impl fmt::Debug for ChatTemplate {
 }
 
 /// The error of a template that does not compile.
-fn invalid(error: minijinja::Error) -> Error {
+fn invalid(error: &minijinja::Error) -> Error {
     let line = error.line().map(|line| format!(" in line {line}")).unwrap_or_default();
-    let found = format!("{}{line}", describe(&error));
+    let found = format!("{}{line}", describe(error));
     ErrorKind::Model.error("chat template", found, "a valid Jinja template", "correct the template of the model")
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Largest `tokenizer.json`: four times the largest one in use, of a vocabulary of 262,144 tokens.
 const MOST_TOKENIZER_BYTES: u64 = 128 << 20;
@@ -52,7 +52,7 @@ impl TextFiles {
             let path = directory.as_ref().join(name);
             std::fs::write(&path, content).map_err(|error| {
                 let found = format!("{}: {error}", path.display());
-                ErrorKind::path(&path).error::<crate::Error>("output file", found, "a writable path", "choose another")
+                ErrorKind::path(&path).error::<Error>("output file", found, "a writable path", "choose another")
             })?;
         }
         Ok(())

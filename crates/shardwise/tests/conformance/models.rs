@@ -86,7 +86,7 @@ fn on_mesh(directory: &Path, recorded: &Arc<Value>, mesh: &'static str) -> Outco
         let mut outcomes = Vec::new();
         let checked = Recorded::new(&directory, &recorded, &mesh);
         for &kind in &all {
-            // A rank that fails alone would leave the others waiting, so all ranks learn of it here.
+            // A rank that fails alone would leave the rest waiting, so all ranks learn of it here.
             let outcome = world.all_ok(checked.compare(kind));
             outcomes.push((kind, outcome.map_err(|error| error.to_string())));
         }

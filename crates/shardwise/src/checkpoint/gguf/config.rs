@@ -90,7 +90,7 @@ pub(super) fn config(
     set("num_attention_heads", json!(heads.queries));
     set("max_position_embeddings", json!(context));
     set("intermediate_size", json!(inner.ok_or_else(|| bad("feed_forward_length", "none", "a count"))?));
-    set("rope_scaling", scaling.clone());
+    set("rope_scaling", scaling);
     if family == GgufFamily::GptNeoX {
         set("layer_norm_eps", json!(epsilon));
         set("rotary_emb_base", json!(theta));

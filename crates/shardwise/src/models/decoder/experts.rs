@@ -20,7 +20,7 @@ use shardwise_kernels::experts::{ExpertActivation, ExpertRows, expert_mlp, exper
 
 /// A mixture of experts: the weighted sum of the gated MLPs that a router chooses for each token.
 ///
-/// Every rank computes its part of the experts on the tokens that chose them, and on no others. Stacks may be sharded over
+/// Every rank computes its part of the experts on the tokens that chose them alone. Stacks may be sharded over
 /// experts or over the features inside them.
 pub struct MixtureOfExperts {
     /// Scores of the experts.
@@ -245,7 +245,8 @@ fn scalar_functions(activation: Activation) -> ExpertActivation {
         (scale * (x + 0.044715 * x * x * x), scale * (1.0 + 3.0 * 0.044715 * x * x))
     }
     const QUICK: f64 = 1.702;
-    let (value, slope): (fn(f64) -> f64, fn(f64) -> f64) = match activation {
+    type Function = fn(f64) -> f64;
+    let (value, slope): (Function, Function) = match activation {
         Activation::Relu => (|x| x.max(0.0), |x| f64::from(u8::from(x > 0.0))),
         Activation::ReluSquared => (|x| x.max(0.0) * x.max(0.0), |x| 2.0 * x.max(0.0)),
         Activation::Gelu => {

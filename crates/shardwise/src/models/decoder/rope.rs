@@ -28,7 +28,7 @@ pub(in crate::models) enum RopeScaling {
         factor: f64,
         positions: usize,
     },
-    /// Low frequencies divided by `factor`, with a ramp to those that stay.
+    /// Low frequencies divided by `factor`, with a ramp to the frequencies that stay.
     Yarn {
         factor: f64,
         original: f64,
@@ -44,7 +44,7 @@ pub(in crate::models) enum RopeScaling {
         high: f64,
         original: f64,
     },
-    /// One divisor per frequency, others for sequences longer than `original`.
+    /// One divisor per frequency, and another one each for sequences longer than `original`.
     Long {
         short: Vec<f64>,
         long: Vec<f64>,

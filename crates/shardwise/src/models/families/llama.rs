@@ -146,7 +146,7 @@ pub(super) fn set_window(spec: &mut DecoderSpec, window: Option<usize>, is_local
 }
 
 /// Reads the sliding window of the Qwen families: off unless `use_sliding_window`, and then in the layers that `layer_types`
-/// names, or without it in those that `default` does.
+/// names, or without it in the layers that `default` accepts.
 pub(super) fn read_optional_window(
     fields: &ConfigFields<'_>,
     spec: &mut DecoderSpec,

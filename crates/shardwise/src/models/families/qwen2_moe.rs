@@ -65,7 +65,7 @@ pub(super) const NAMES: &[NameEntry] = &[
     module("lm_head", &["head"]),
 ];
 
-/// Gives experts to every layer, or to those that `decoder_sparse_step` and `mlp_only_layers` name.
+/// Gives experts to every layer, or to the layers that `decoder_sparse_step` and `mlp_only_layers` name.
 pub(super) fn set_sparse_layers(fields: &ConfigFields<'_>, spec: &mut DecoderSpec, experts: ExpertsSpec) -> Result<()> {
     // Adds a balancing term to the loss.
     fields.only("output_router_logits", false)?;

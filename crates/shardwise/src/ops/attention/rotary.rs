@@ -120,25 +120,25 @@ impl DTensor {
         if size % 2 == 1 || !self.dtype().is_float() {
             return Err(self.bad_dims("rotary_embedding", &[], "an even number of floating-point features"));
         }
-        self.rotated(Rotary { angles: Angles::Base(Scalar(base)), first, inverse: false })
+        self.rotated(&Rotary { angles: Angles::Base(Scalar(base)), first, inverse: false })
     }
 
-    /// As [`rotary_embedding`](Self::rotary_embedding), by the angles of a model. Features beyond those that the model rotates
+    /// As [`rotary_embedding`](Self::rotary_embedding), by the angles of a model. Features beyond the ones the model rotates
     /// stay as they are.
     #[track_caller]
     pub(crate) fn rotary_by_frequencies(&self, frequencies: &Arc<RotaryFrequencies>, first: usize) -> Result<DTensor> {
         let (size, rotated) = (self.shape()[self.ndim() - 1], frequencies.size());
         let op = Rotary { angles: Angles::Frequencies(Arc::clone(frequencies)), first, inverse: false };
         if rotated == size {
-            return self.rotated(op);
+            return self.rotated(&op);
         }
-        let turned = self.narrow(-1, 0, rotated)?.rotated(op)?;
+        let turned = self.narrow(-1, 0, rotated)?.rotated(&op)?;
         DTensor::cat(&[&turned, &self.narrow(-1, rotated, size - rotated)?], -1)
     }
 
     #[track_caller]
-    fn rotated(&self, op: Rotary) -> Result<DTensor> {
-        Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
+    fn rotated(&self, op: &Rotary) -> Result<DTensor> {
+        Ok(dispatch(op, &[self], Location::caller())?.swap_remove(0))
     }
 }
 
@@ -169,7 +169,7 @@ impl Op for Rotary {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |op, _, gradients| {
-            let back = |g: &DTensor| g.rotated(Rotary { inverse: !op.inverse, ..op.clone() });
+            let back = |g: &DTensor| g.rotated(&Rotary { inverse: !op.inverse, ..op.clone() });
             Ok(vec![gradients[0].as_ref().map(back).transpose()?])
         })
     }
