@@ -58,9 +58,9 @@ pub(crate) struct EmbedOptions {
     /// Device mesh: tensor parallelism over the axis tp, sentences sharded over dp [default: dp=1; under mpirun dp=N]
     #[arg(long)]
     mesh: Option<String>,
-    /// Data type of the weights in memory
-    #[arg(long, default_value = "f32")]
-    dtype: WeightDtype,
+    /// Data type of the weights in memory [default: f32]
+    #[arg(long)]
+    dtype: Option<WeightDtype>,
     /// Print what each rank would read and hold, and load nothing
     #[arg(long)]
     dry: bool,
@@ -148,7 +148,7 @@ fn prepare(options: &EmbedOptions) -> Result<EmbedJob> {
         format: options.format,
         out: options.out.clone(),
         batch_size: options.batch_size,
-        dtype: options.dtype.dtype(),
+        dtype: options.dtype.map_or(DType::F32, WeightDtype::dtype),
         path: options.model.clone(),
     })
 }

@@ -152,7 +152,7 @@ fn mistakes_are_explained_before_anything_runs() {
     train(&["--config", &place.file("sofia.toml", "optimizer = 'sofia'")], &["sofia", "adamw", "muon"]);
     train(&["--log", &place.at("no/such/log")], &["log"]);
     fails(&["train", "--out", &place.file("taken", ""), "--steps", "1"], &["output directory"]);
-    fails(&["generate", &place.at("nothing")], &["config.json", "shardwise train"]);
+    fails(&["generate", &place.at("nothing")], &["no such file", "shardwise train"]);
     fails(&["generate", "--temperature=-1"], &["temperature"]);
     let help = succeeds(&["train", "--help"]);
     assert!(help.contains("Examples:") && help.contains("--sequence-parallel") && help.contains("--resume"), "{help}");

@@ -179,7 +179,7 @@ fn what_is_not_known_is_refused_by_name() {
     // The architecture is a string of its own.
     let bytes = std::fs::read(model("llama")).unwrap();
     let at = bytes.windows(9).position(|w| w == b"\x05\0\0\0\0\0\0\0l").unwrap();
-    let mut other = bytes.clone();
+    let mut other = bytes;
     other[at + 8..at + 13].copy_from_slice(b"lamma");
     std::fs::write(scratch.0.join("other.gguf"), other).unwrap();
     let error = open_as_hf(scratch.0.join("other.gguf")).map(|_| ()).unwrap_err();

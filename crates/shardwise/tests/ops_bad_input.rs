@@ -16,6 +16,8 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Composed operators, and the operators inside of them that refuse: their messages name the tensors and the line of the program.
 const MADE_OF: &[(&str, &[&str])] = &[
+    ("add_layer_norm", &["add"]),
+    ("add_rms_norm", &["add"]),
     ("linear", &["einsum", "add"]),
     ("addmm", &["mm", "add"]),
     ("baddbmm", &["bmm", "add"]),

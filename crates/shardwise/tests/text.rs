@@ -196,7 +196,7 @@ fn hostile_files_are_errors_that_name_them() {
         changed(&|value| value["model"]["merges"][0] = json!("no such merge")),
         changed(&|value| {
             value["pre_tokenizer"] =
-                json!({"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false})
+                json!({"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false});
         }),
     ] {
         let files = TextFiles { tokenizer: bytes.clone(), ..TextFiles::default() };

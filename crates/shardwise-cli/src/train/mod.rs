@@ -51,7 +51,7 @@ Examples:
   shardwise train --resume --mesh tp=2 --steps 600
   shardwise train --model llama --out llama --export-hf llama-hf
   shardwise train --init model/ --data chats.jsonl --mesh dp=2 --plan fsdp
-  shardwise train --init model/ --data text.txt --lora rank=8,targets=q_proj+v_proj
+  shardwise train --init model/ --lora rank=8,targets=q_proj+v_proj
   mpirun -n 4 shardwise train --mesh dp=2,tp=2 --plan fsdp+tp
   mpirun -n 2 shardwise train --resume --mesh dp=2 --plan fsdp
   mpirun -n 4 shardwise train --plan auto --log steps.jsonl"

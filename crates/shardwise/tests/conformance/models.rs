@@ -4,6 +4,7 @@
 //! One check is one kind of value of one directory on one mesh.
 
 use std::cell::OnceCell;
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -158,7 +159,8 @@ impl<'a> Recorded<'a> {
         if got.len() != expected.len() {
             return Err(Error::other(format!("{what}: {} values instead of {}", got.len(), expected.len())));
         }
-        let off = |(a, b): (&f64, &f64)| !((a - b).abs() <= atol + rtol * b.abs());
+        let off =
+            |(a, b): (&f64, &f64)| (a - b).abs().partial_cmp(&(atol + rtol * b.abs())).is_none_or(Ordering::is_gt);
         match got.iter().zip(expected).position(off) {
             None => Ok(()),
             Some(i) => {
@@ -197,7 +199,7 @@ impl<'a> Recorded<'a> {
                     let uncached = kind == "greedy" && case["greedy_uncached"].is_array();
                     let expected = rows_of(&case[if uncached { "greedy_uncached" } else { "greedy" }]);
                     let got = match kind {
-                        "greedy_cached" => generated(self, model, &rows, Stop::after(expected[0].len()), None)?,
+                        "greedy_cached" => generated(self, model, &rows, &Stop::after(expected[0].len()), None)?,
                         _ => self.argmax_of_all(model, &rows, &expected)?,
                     };
                     same_tokens(id, &got, &expected)?;
@@ -248,7 +250,7 @@ impl<'a> Recorded<'a> {
         let padding = case["attention_mask"].as_array().map(|rows| {
             rows.iter().map(|row| ids_of(row).iter().take_while(|seen| **seen == 0).count()).collect::<Vec<_>>()
         });
-        let got = generated(self, model, &rows_of(&case["input_ids"]), stop, padding)?;
+        let got = generated(self, model, &rows_of(&case["input_ids"]), &stop, padding)?;
         same_tokens(case["id"].as_str().unwrap(), &got, &rows_of(&case["output"]))
     }
 
@@ -385,7 +387,7 @@ fn generated(
     on: &Recorded<'_>,
     model: &PretrainedModel,
     prompts: &[Vec<u32>],
-    stop: Stop,
+    stop: &Stop,
     padding: Option<Vec<usize>>,
 ) -> Result<Vec<Vec<u32>>> {
     let mut cache = padding.map_or_else(KvCache::new, KvCache::with_left_padding);
