@@ -24,8 +24,7 @@ pub(super) fn print(job: &GenerateJob, json: bool) -> Result<()> {
 
 /// What each rank of a mesh would read and hold.
 pub(crate) fn loads(path: &Path, mesh: &Mesh, dtype: DType) -> Result<Vec<RankLoad>> {
-    let mut options = LoadOptions::default();
-    options.dtype = dtype;
+    let options = LoadOptions { dtype, ..LoadOptions::default() };
     match (mesh.axis("tp").is_ok(), mesh.axis("dp").is_ok()) {
         (true, true) => dry_load_model(path, mesh, TensorParallel::new("tp").and(DataParallel::new(["dp"])), &options),
         (true, false) => dry_load_model(path, mesh, TensorParallel::new("tp"), &options),

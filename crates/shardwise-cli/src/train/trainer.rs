@@ -46,8 +46,7 @@ impl TrainerConfig<'_> {
         mesh.manual_seed(self.seed);
         let model: Box<dyn LanguageModel> = match self.init {
             Some(path) => {
-                let mut options = LoadOptions::default();
-                options.dtype = self.dtype;
+                let options = LoadOptions { dtype: self.dtype, ..LoadOptions::default() };
                 Box::new(load_planned(path, mesh, self.plan, &options)?.0)
             }
             None => build(self.config, self.plan, mesh, self.dtype)?,

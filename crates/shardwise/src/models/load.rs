@@ -26,12 +26,11 @@ use crate::tensor::DTensor;
 ///
 /// ```
 /// use shardwise::models::LoadOptions;
-/// use shardwise::DType;
+/// use shardwise::prelude::*;
 ///
 /// let options = LoadOptions { dtype: DType::BF16, ..LoadOptions::default() };
 /// ```
 #[derive(Clone)]
-#[non_exhaustive]
 pub struct LoadOptions {
     /// Type of the weights in memory, in which the model computes; f32 by default, whatever the files have.
     #[doc(alias = "torch_dtype")]

@@ -20,22 +20,22 @@ use crate::tensor::{DTensor, no_grad};
 /// trained adapters to the weights.
 ///
 /// ```
-/// use shardwise::nn::{Forward, Linear, Lora, Sequential};
+/// use shardwise::nn::{Activation, Forward, Lora, Mlp};
 /// use shardwise::prelude::*;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("tp", 2)])?;
 ///     let builder = Builder::new(&mesh).placed(|_, _| vec![Shard(0)]);
-///     let model = Sequential::new().push(Linear::new(&builder.child("0"), 4, 6)?);
+///     let model = Mlp::new(&builder, 4, 6, Activation::Gelu)?;
 ///     let lora = Lora { rank: 2, ..Lora::default() };
-///     lora.apply(&model, |path| path == "0")?;
+///     lora.apply(&model, |path| path == "up")?;
 ///     let names: Vec<_> = model.trainable_parameters().into_iter().map(|(path, _)| path).collect();
-///     assert_eq!(names, ["0.lora_a", "0.lora_b"]);
+///     assert_eq!(names, ["up.lora_a", "up.lora_b"]);
 ///     let mut optimizer = AdamW::default().over(&model)?;
 ///     let x = DTensor::randn((3, 4), &mesh, [Replicate])?;
 ///     optimizer.step(model.forward(&x)?.square()?.sum_all()?.backward()?)?;
 ///     lora.merge(&model)?;
-///     assert_eq!(model.named_parameters().len(), 2);
+///     assert_eq!(model.named_parameters().len(), 4);
 ///     Ok(())
 /// })?;
 /// # Ok::<(), Error>(())

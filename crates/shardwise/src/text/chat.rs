@@ -26,7 +26,7 @@ const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// use shardwise::text::Message;
 ///
 /// let message: Message = serde_json::from_str(r#"{"role": "user", "content": "Hello"}"#).unwrap();
-/// assert_eq!((message.role(), message.content()), ("user", Some("Hello")));
+/// assert_eq!((message.role(), message.content()), ("user", Some("Hello".to_string())));
 /// assert!(serde_json::from_str::<Message>(r#"{"content": "Hello"}"#).is_err());
 /// ```
 #[derive(Clone)]
