@@ -343,9 +343,11 @@ fn unknown_fields_and_tensors_can_be_allowed_by_name() {
     let path = changed.0.clone();
     launch(2, move |world| {
         let mesh = world.mesh([("dp", 2)])?;
-        let mut options = LoadOptions::default();
-        options.ignored_fields = vec!["training_stage".into()];
-        options.ignored_tensors = vec!["probe.weight".into()];
+        let options = LoadOptions {
+            ignored_fields: vec!["training_stage".into()],
+            ignored_tensors: vec!["probe.weight".into()],
+            ..LoadOptions::default()
+        };
         models::load_with(&path, &mesh, DataParallel::new(["dp"]), &options).map(drop)
     })
     .unwrap();
