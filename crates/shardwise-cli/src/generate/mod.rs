@@ -131,10 +131,8 @@ pub(crate) fn run(options: &GenerateOptions) -> Result<()> {
 
 /// Resolves and checks all options, and encodes the prompts, before ranks start.
 fn prepare(options: &GenerateOptions) -> Result<GenerateJob> {
-    let source = GenerationSource::open(&options.model, options.dtype)?;
-    let mesh = processes::mesh(options.mesh.as_deref(), "tp=1", "tp")?;
-    let usual = source.usual_sampling()?;
-    let sampling = Sampling {
+    // Before anything is read: a wrong number is wrong for every model.
+    let over = |usual: &Sampling| Sampling {
         temperature: options.temperature.unwrap_or(usual.temperature),
         top_k: options.top_k.unwrap_or(usual.top_k),
         top_p: options.top_p.unwrap_or(usual.top_p),
@@ -145,6 +143,10 @@ fn prepare(options: &GenerateOptions) -> Result<GenerateJob> {
         stop: options.stop.clone(),
         eos: None,
     };
+    over(&Sampling::greedy()).check()?;
+    let source = GenerationSource::open(&options.model, options.dtype)?;
+    let mesh = processes::mesh(options.mesh.as_deref(), "tp=1", "tp")?;
+    let sampling = over(&source.usual_sampling()?);
     sampling.check()?;
     if options.batch_size == 0 {
         return Err(ErrorKind::Argument.error("batch-size", 0, "at least 1", "correct the option"));
