@@ -151,6 +151,11 @@ pub fn pointwise<const N: usize, F: PointwiseFn<N>>(
     }
 }
 
+/// Applies a function to some elements in f32, with the bits of [`pointwise`].
+pub fn pointwise_f32<F: PointwiseFn<1>>(f: F, x: &[f32], out: &mut [MaybeUninit<f32>]) {
+    simd::run(PointwiseF32 { f, inputs: [x], out });
+}
+
 pub(crate) struct PointwiseF32<'a, F, const N: usize> {
     pub(crate) f: F,
     pub(crate) inputs: [&'a [f32]; N],

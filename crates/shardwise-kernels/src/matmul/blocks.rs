@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::few_rows::{self, Real, multiply_few_rows};
 use super::instruction_set::{RegisterKernel, Vectorized};
 use super::pack::{MatmulElement, Panels, Source, pack};
-use super::product::{DEPTH, MatrixProduct};
+use super::product::{DEPTH, Epilogue, MatrixProduct};
 use super::registers::{MAX_LANES, Register};
 use super::tile::{Store, Tile, VECTORS, multiply_panels};
 use crate::error::Result;
@@ -40,7 +40,8 @@ const LINE: usize = 64;
 #[repr(align(64))]
 struct StackPanels<T>([T; ON_STACK]);
 
-/// Writes a product to `output`, a contiguous matrix, on the threads of the pool if `threads` is set and it is large.
+/// Writes a product to `output`, a contiguous matrix, on the threads of the pool if `threads` is set and it is large; then applies
+/// the epilogue to it, which only a result that is not rounded may have.
 ///
 /// # Safety
 /// All addresses, sizes and strides belong to live memory, and nobody else uses the output.
@@ -48,16 +49,23 @@ pub(super) unsafe fn multiply<S: MatmulElement, O: MatmulElement<Wide = S::Wide>
     product: MatrixProduct<S>,
     output: *mut O,
     threads: bool,
+    epilogue: Option<Epilogue<'_, S::Wide>>,
 ) -> Result<()>
 where
     S::Wide: Vectorized + Real,
 {
     if few_rows::applies(&product) {
         // SAFETY: the caller's promises.
-        unsafe { multiply_few_rows(product, output, threads) };
+        unsafe {
+            multiply_few_rows(product, output, threads);
+            if let Some(epilogue) = epilogue {
+                epilogue.apply_to(output.cast(), 0, product.m * product.n);
+            }
+        }
         return Ok(());
     }
     let is_rounded = TypeId::of::<O>() != TypeId::of::<S::Wide>();
+    debug_assert!(!is_rounded || epilogue.is_none(), "an epilogue sees sums before they are rounded");
     let side = if is_rounded { ROUNDED_SIDE } else { MAX_SIDE };
     let (m, n, depth) = (product.m.min(side), product.n.min(side), product.k.min(DEPTH));
     let [left, right] = [m * depth, n.min(CACHED_COLUMNS + MAX_LANES).next_multiple_of(MAX_LANES) * depth];
@@ -90,10 +98,13 @@ where
                 };
                 let to = output.add(i * product.n + j);
                 if is_rounded {
-                    part.multiply([left, right], (sums, part.n), threads);
+                    part.multiply([left, right], (sums, part.n), threads, None);
                     round_rows(sums, to, [part.m, part.n], product.n, threads);
                 } else {
-                    part.multiply([left, right], (to.cast(), product.n), threads);
+                    let results =
+                        |epilogue: Epilogue<'_, S::Wide>| SharedPtr::new(epilogue.results.get().add(i * product.n + j));
+                    let epilogue = epilogue.map(|epilogue| Epilogue { results: results(epilogue), ..epilogue });
+                    part.multiply([left, right], (to.cast(), product.n), threads, epilogue);
                 }
             }
         }
@@ -148,7 +159,13 @@ where
     /// # Safety
     /// As [`multiply`]; the addresses in `panels` have room for those of one block of the contracted dimension. `output` is the
     /// address of the result and the stride of its rows.
-    unsafe fn multiply(self, panels: [*mut S::Wide; 2], output: (*mut S::Wide, usize), threads: bool) {
+    unsafe fn multiply(
+        self,
+        panels: [*mut S::Wide; 2],
+        output: (*mut S::Wide, usize),
+        threads: bool,
+        epilogue: Option<Epilogue<'_, S::Wide>>,
+    ) {
         let shape = S::Wide::run(QueryShape);
         for begin in (0..self.k.max(1)).step_by(DEPTH) {
             let depth = DEPTH.min(self.k - begin);
@@ -169,7 +186,8 @@ where
                 let columns = ColumnPanels { group: group.clone(), shape };
                 let pack = |panels| S::Wide::run(PackRight { block: &block, columns: &columns, panels });
                 divide(threads, columns.count(), shape.columns() * depth * 2, pack);
-                let tiles = TileGrid { m: self.m, columns: &columns, depth, panels, output, store };
+                let epilogue = epilogue.filter(|_| begin + depth == self.k);
+                let tiles = TileGrid { m: self.m, columns: &columns, depth, panels, output, store, epilogue };
                 let cost = shape.rows * width * depth / MULTIPLICATIONS_PER_UNIT;
                 divide(threads, rows, cost, |rows| S::Wide::run(TileRange { tiles: &tiles, rows }));
             }
@@ -334,9 +352,11 @@ struct TileGrid<'a, T> {
     /// The first element of the result, and the stride of its rows.
     output: (*mut T, usize),
     store: Store<T>,
+    /// Set for the last block of the contracted dimension.
+    epilogue: Option<Epilogue<'a, T>>,
 }
 
-// SAFETY: threads read panels, and write tiles that do not overlap.
+// SAFETY: threads read panels, and write tiles and results that do not overlap.
 unsafe impl<T> Sync for TileGrid<'_, T> {}
 
 /// The tiles of some panels of rows.
@@ -350,7 +370,8 @@ impl<T: Copy> RegisterKernel<T> for TileRange<'_, T> {
 
     #[inline(always)]
     unsafe fn run<V: Register<Element = T>>(self) {
-        let TileGrid { m, columns: group, depth, panels: [left, right], output: (output, stride), store } = *self.tiles;
+        let TileGrid { m, columns: group, depth, panels: [left, right], output: (output, stride), store, epilogue } =
+            *self.tiles;
         for panel in self.rows {
             for (row, rows) in row_parts::<V>(panel, m) {
                 for panel in 0..group.count() {
@@ -372,6 +393,11 @@ impl<T: Copy> RegisterKernel<T> for TileRange<'_, T> {
                             store,
                         );
                     }
+                }
+                let Some(epilogue) = epilogue else { continue };
+                for row in row..row + rows {
+                    // SAFETY: the tiles above completed these elements.
+                    unsafe { epilogue.apply_to(output, row * stride + group.group.start, group.group.len()) };
                 }
             }
         }

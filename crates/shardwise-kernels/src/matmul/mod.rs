@@ -11,6 +11,8 @@ mod pack;
 mod product;
 mod tile;
 
+use std::mem::MaybeUninit;
+
 use candle_core::{DType, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -24,7 +26,7 @@ use blocks::{MULTIPLICATIONS_PER_UNIT, multiply};
 use few_rows::Real;
 use instruction_set::Vectorized;
 use pack::{MatmulElement, Source};
-use product::MatrixProduct;
+use product::{Epilogue, MatrixProduct};
 
 /// Multiplies two batches of matrices, each group of dimensions flattened, like JAX's `dot_general`.
 ///
@@ -53,8 +55,8 @@ pub fn batched_matmul_f32(a: &Tensor, b: &Tensor, batch: usize, inner: usize) ->
     // SAFETY: the output has room for every product; all of it is written; the type is that of the tensors.
     unsafe {
         match a.dtype() {
-            DType::BF16 => product.multiply_all::<bf16, f32>(None, output.range(0))?,
-            DType::F16 => product.multiply_all::<f16, f32>(None, output.range(0))?,
+            DType::BF16 => product.multiply_all::<bf16, f32>(None, output.range(0), None)?,
+            DType::F16 => product.multiply_all::<f16, f32>(None, output.range(0), None)?,
             other => unreachable!("sums of {other:?}, which are not rounded to f32"),
         }
         Ok(output.finish())
@@ -83,13 +85,44 @@ pub fn batched_matmul_bias(
     // SAFETY: the output has room for every product; all of it is written; the type is that of the tensors.
     unsafe {
         match dtype {
-            DType::F64 => product.multiply_all::<f64, f64>(bias.as_ref(), output.range(0))?,
-            DType::F32 => product.multiply_all::<f32, f32>(bias.as_ref(), output.range(0))?,
-            DType::BF16 => product.multiply_all::<bf16, bf16>(bias.as_ref(), output.range(0))?,
-            DType::F16 => product.multiply_all::<f16, f16>(bias.as_ref(), output.range(0))?,
+            DType::F64 => product.multiply_all::<f64, f64>(bias.as_ref(), output.range(0), None)?,
+            DType::F32 => product.multiply_all::<f32, f32>(bias.as_ref(), output.range(0), None)?,
+            DType::BF16 => product.multiply_all::<bf16, bf16>(bias.as_ref(), output.range(0), None)?,
+            DType::F16 => product.multiply_all::<f16, f16>(bias.as_ref(), output.range(0), None)?,
             other => unreachable!("a product of {other:?}, which callers convert"),
         }
         Ok(output.finish())
+    }
+}
+
+/// Multiplies two matrices of f32 as [`batched_matmul_bias`] does, and applies an elementwise function to parts of the product
+/// as they are completed.
+///
+/// `a` has dimensions `[rows.., inner]` and `b` has `[inner, columns]`. Returns the results of the function and, if
+/// `keeps_product`, the product itself; otherwise the results overwrite it.
+///
+/// # Panics
+/// If sizes differ or a type is not f32.
+pub fn matmul_activation(
+    a: &Tensor,
+    b: &Tensor,
+    bias: Option<&Tensor>,
+    function: fn(&[f32], &mut [MaybeUninit<f32>]),
+    keeps_product: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    assert!(a.dtype() == DType::F32 && bias.is_none_or(|bias| bias.dtype() == DType::F32), "{a:?} and {bias:?}");
+    let product = BatchedProduct::new(a, b, 0, 1)?;
+    let bias = bias.map(contiguous).transpose()?;
+    assert!(bias.as_ref().is_none_or(|bias| bias.elem_count() == product.b.sizes[2]), "{bias:?}");
+    let meta = TensorMeta { shape: product.shape.clone(), dtype: DType::F32 };
+    let results = Assembly::new(meta.clone())?;
+    let kept = keeps_product.then(|| Assembly::new(meta)).transpose()?;
+    // SAFETY: both outputs have room for the product; all of it is written.
+    unsafe {
+        let epilogue = Epilogue { apply: &function, results: SharedPtr::new(results.range(0)) };
+        let output = kept.as_ref().unwrap_or(&results).range(0);
+        product.multiply_all::<f32, f32>(bias.as_ref(), output, Some(epilogue))?;
+        Ok((results.finish(), kept.map(|kept| kept.finish())))
     }
 }
 
@@ -106,8 +139,8 @@ pub fn add_batched_matmul(target: &Tensor, a: &Tensor, b: &Tensor, batch: usize,
     // SAFETY: the target has an element for each of the product, of this type, and is locked for writing.
     over_memory(target, |first| unsafe {
         match target.dtype() {
-            DType::F64 => product.multiply_all::<f64, f64>(None, first.cast()),
-            DType::F32 => product.multiply_all::<f32, f32>(None, first.cast()),
+            DType::F64 => product.multiply_all::<f64, f64>(None, first.cast(), None),
+            DType::F32 => product.multiply_all::<f32, f32>(None, first.cast(), None),
             other => unreachable!("a sum of {other:?}, which callers round"),
         }
     })
@@ -170,7 +203,7 @@ fn merged_stride(dims: &[usize], strides: &[usize]) -> Option<usize> {
 }
 
 impl BatchedProduct {
-    /// Writes all products to `output`, one contiguous matrix after the other.
+    /// Writes all products to `output`, one contiguous matrix after the other. With an epilogue there is one product.
     ///
     /// # Safety
     /// The tensors have elements of type `S`, and there is room for the products.
@@ -178,6 +211,7 @@ impl BatchedProduct {
         &self,
         bias: Option<&Tensor>,
         output: *mut O,
+        epilogue: Option<Epilogue<'_, S::Wide>>,
     ) -> Result<()>
     where
         S::Wide: Vectorized + Real,
@@ -191,6 +225,7 @@ impl BatchedProduct {
         let bias = bias.map(|bias| wide_elements::<S>(bias)).transpose()?;
         let bias = bias.as_ref().map(|bias| SharedPtr::new(bias.as_ptr().cast_mut()));
         let output = SharedPtr::new(output);
+        debug_assert!(epilogue.is_none() || count == 1, "{count} products with an epilogue");
         let one_product = |i: usize, threads: bool| -> Result<()> {
             // SAFETY: strides and sizes are those of live tensors; the products do not overlap.
             unsafe {
@@ -207,7 +242,7 @@ impl BatchedProduct {
                     bias: bias.map(|bias| bias.get().cast_const()),
                     accumulates: self.accumulates,
                 };
-                multiply(product, output.get().add(i * m * n), threads)
+                multiply(product, output.get().add(i * m * n), threads, epilogue)
             }
         };
         let is_large = (m * n).saturating_mul(k * count) / MULTIPLICATIONS_PER_UNIT >= MIN_WORK_FOR_THREADS;
@@ -292,6 +327,30 @@ mod tests {
         [4, 33, 520],
         [20, 0, 5],
     ];
+
+    #[test]
+    fn an_activation_sees_every_element_of_the_product_once() {
+        let negate_and_add = |x: &[f32], out: &mut [MaybeUninit<f32>]| {
+            x.iter().zip(out).for_each(|(x, out)| _ = out.write(0.5 - x));
+        };
+        for threads in [1, 3] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            for [m, n, k] in SIZES.into_iter().chain([[130, 4000, 70], [4000, 50, 600]]) {
+                let (a, b) = (integers([m, k], 1, DType::F32), integers([n, k], 2, DType::F32).t().unwrap());
+                for bias in [None, Some(integers([1, n], 3, DType::F32).flatten_all().unwrap())] {
+                    let product = batched_matmul_bias(&a, &b, 0, 1, bias.as_ref()).unwrap();
+                    let expected: Vec<f64> = numbers(&product).iter().map(|x| 0.5 - x).collect();
+                    for keeps in [true, false] {
+                        let run = || matmul_activation(&a, &b, bias.as_ref(), negate_and_add, keeps).unwrap();
+                        let (results, kept) = pool.install(run);
+                        let case = format!("{m} x {k} x {n}, kept: {keeps}, {threads} threads");
+                        assert_eq!(kept.map(|kept| numbers(&kept)), keeps.then(|| numbers(&product)), "{case}");
+                        assert_eq!(numbers(&results), expected, "{case}");
+                    }
+                }
+            }
+        }
+    }
 
     #[test]
     fn products_are_exact_for_all_sizes_types_and_strides() {

@@ -94,7 +94,7 @@ pub struct MultiHeadAttention {
     pub value: Linear,
     /// Output projection.
     pub output: Linear,
-    /// Input and output hooks; see [` Hooks`].
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     heads: Heads,
     training_mode: TrainingMode,

@@ -147,6 +147,12 @@ impl Hooks {
         Ok((sum, normal))
     }
 
+    /// Whether the output is that of a replacement, or goes through hooks: nothing can be computed together with what follows.
+    pub(super) fn change_output(&self) -> bool {
+        let registered = self.0.lock();
+        registered.replacement.is_some() || !registered.output.is_empty()
+    }
+
     /// As [`run`](Self::run), for a computation with more arguments than `x`, which a replacement does not have: an error if
     /// there is one.
     #[track_caller]

@@ -6,15 +6,15 @@ use super::build::Builder;
 use super::init::Init;
 use super::module::{Forward, Hooks, TrainingMode};
 use crate::error::{ErrorKind, Result};
-use crate::ops::EmbeddingBagMode;
+use crate::ops::{Activation, EmbeddingBagMode};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
-/// Implements `Module` for a layer of this crate. Other crates use `#[ derive(Module)]`, which names this crate as
+/// Implements `Module` for a layer of this crate. Other crates use `#[derive(Module)]`, which names this crate as
 /// `::shardwise` and so cannot be used inside it.
 macro_rules! layer {
     ($name:ident { $($field:ident),* }) => {
-        impl $crate::nn:: Module for $name {
+        impl $crate::nn::Module for $name {
             fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, $crate::nn::ModuleItem<'_>)) {
                 if self.hooks.walk_replacement(path, "hooks", visit) {
                     return;
@@ -35,7 +35,7 @@ pub struct Linear {
     pub weight: Param,
     /// Bias `[out]`.
     pub bias: Option<Param>,
-    /// Input and output hooks; see [` Hooks`].
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
 
@@ -56,6 +56,20 @@ impl Linear {
     }
 }
 
+impl Linear {
+    /// Computes `activation(self.forward(x))`, in one pass where nothing has to happen between the two: hooks on the output and
+    /// replacements of the layer see what comes before the activation.
+    #[track_caller]
+    pub fn forward_activation(&self, x: &DTensor, activation: Activation) -> Result<DTensor> {
+        let weight = self.weight.get();
+        if self.hooks.change_output() || is_quantized(&weight) {
+            return activation.apply(&self.forward(x)?);
+        }
+        let bias = self.bias.as_ref().map(Param::get);
+        self.hooks.run(x, |x| x.linear_activation(&weight, bias.as_ref(), activation))
+    }
+}
+
 impl Forward for Linear {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         let (weight, bias) = (self.weight.get(), self.bias.as_ref().map(Param::get));
@@ -71,7 +85,7 @@ impl Forward for Linear {
 pub struct Embedding {
     /// Table `[vocabulary, features]`.
     pub weight: Param,
-    /// Input and output hooks; see [` Hooks`].
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
 
@@ -105,7 +119,7 @@ fn is_quantized(weight: &DTensor) -> bool {
 pub struct EmbeddingBag {
     /// Table `[vocabulary, features]`.
     pub weight: Param,
-    /// Input and output hooks; see [` Hooks`].
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     mode: EmbeddingBagMode,
 }
@@ -119,7 +133,7 @@ impl EmbeddingBag {
         Ok(EmbeddingBag { weight, hooks: builder.hooks(), mode })
     }
 
-    /// Looks up bags of any length: `offsets` has the position in `ids` at which each bag begins. Hooks see ` ids`.
+    /// Looks up bags of any length: `offsets` has the position in `ids` at which each bag begins. Hooks see `ids`.
     #[track_caller]
     pub fn forward_bags(&self, ids: &DTensor, offsets: &[usize]) -> Result<DTensor> {
         let bags = |ids: &DTensor| self.weight.get().embedding_bag(ids, Some(offsets), self.mode);
@@ -137,7 +151,7 @@ impl Forward for EmbeddingBag {
 /// Dropout: zeroes elements with probability `p` in training and scales the rest by `1 / (1 - p)`; the identity in
 /// evaluation. The mask is the same for every layout.
 pub struct Dropout {
-    /// Input and output hooks; see [` Hooks`].
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     p: f64,
     training_mode: TrainingMode,

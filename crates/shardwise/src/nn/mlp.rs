@@ -4,45 +4,8 @@ use super::build::Builder;
 use super::linear::{Linear, layer};
 use super::module::{Forward, Hooks};
 use crate::error::Result;
+use crate::ops::Activation;
 use crate::tensor::DTensor;
-
-/// The activation function of an [`Mlp`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Activation {
-    /// `max(x, 0)`.
-    Relu,
-    /// GELU, `x * Phi(x)`.
-    Gelu,
-    /// GELU with the tanh approximation.
-    GeluTanh,
-    /// SiLU, `x * sigmoid(x)`.
-    Silu,
-    /// `x * sigmoid(1.702 x)`, an approximation of GELU.
-    QuickGelu,
-    /// `max(x, 0)^2`.
-    ReluSquared,
-    /// Hyperbolic tangent.
-    Tanh,
-    /// `1 / (1 + exp(-x))`.
-    Sigmoid,
-}
-
-impl Activation {
-    #[track_caller]
-    pub(crate) fn apply(self, x: &DTensor) -> Result<DTensor> {
-        match self {
-            Activation::Relu => x.relu(),
-            Activation::Gelu => x.gelu(),
-            Activation::GeluTanh => x.gelu_tanh(),
-            Activation::Silu => x.silu(),
-            Activation::QuickGelu => x.mul(&x.mul_scalar(1.702)?.sigmoid()?),
-            Activation::ReluSquared => x.relu()?.square(),
-            Activation::Tanh => x.tanh(),
-            Activation::Sigmoid => x.sigmoid(),
-        }
-    }
-}
 
 /// Feed-forward block: `down(activation(up(x)))`.
 pub struct Mlp {
@@ -68,7 +31,7 @@ impl Mlp {
 
 impl Forward for Mlp {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| self.down.forward(&self.activation.apply(&self.up.forward(x)?)?))
+        self.hooks.run(x, |x| self.down.forward(&self.up.forward_activation(x, self.activation)?))
     }
 }
 
@@ -100,6 +63,9 @@ impl SwiGlu {
 
 impl Forward for SwiGlu {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| self.down.forward(&self.gate.forward(x)?.silu()?.mul(&self.up.forward(x)?)?))
+        self.hooks.run(x, |x| {
+            let gate = self.gate.forward_activation(x, Activation::Silu)?;
+            self.down.forward(&gate.mul(&self.up.forward(x)?)?)
+        })
     }
 }

@@ -60,6 +60,7 @@ mod pool;
 mod sequential;
 mod state_dict;
 
+pub use crate::ops::Activation;
 pub use activation::{Elu, Gelu, GeluTanh, LeakyRelu, LogSoftmax, Relu, Sigmoid, Silu, Softmax, Softplus, Tanh};
 pub use attention::{AttentionConfig, MultiHeadAttention, RotaryEmbedding};
 pub use build::Builder;
@@ -72,7 +73,7 @@ pub use hints::{Heads, PlanHints};
 pub(crate) use linear::layer;
 pub use linear::{Dropout, Embedding, EmbeddingBag, Linear};
 pub use lora::{Lora, LoraLinear, lora_adapters};
-pub use mlp::{Activation, Mlp, SwiGlu};
+pub use mlp::{Mlp, SwiGlu};
 pub use module::{Buffer, Forward, ForwardAll, Hooks, Layer, Module, ModuleItem, TrainingMode, join};
 pub use norm::{BatchNorm, GroupNorm, LayerNorm, RmsNorm};
 pub use pool::{AvgPool1d, AvgPool2d, ConstantPad, Flatten, MaxPool1d, MaxPool2d};

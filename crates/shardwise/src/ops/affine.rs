@@ -5,12 +5,12 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::{OpEntry, SampleInput};
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::{DimSharding, Signature};
-use crate::tensor::{DTensor, SaveForBackward};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::batched_matmul_bias;
 
 impl DTensor {
@@ -24,42 +24,48 @@ impl DTensor {
     /// If the features of the input are not those of the weight.
     #[track_caller]
     pub fn linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
-        if self.ndim() == 0 || weight.ndim() != 2 {
-            return Err(ErrorKind::shape(self.shape()).error(
-                "operands",
-                format!("{} and {} in linear", self.layout(), weight.layout()),
-                "an input [..., in] and a weight [out, in]",
-                "reshape or transpose the tensors",
-            ));
-        }
-        let (features, takes) = (self.shape()[self.ndim() - 1], weight.shape()[1]);
-        if features != takes {
-            let found = format!("input has {features} features, weight takes {takes}");
-            let needed = format!("an input [..., {takes}] for a weight {:?}", weight.shape());
-            let error = ErrorKind::shape(self.shape()).error(
-                "operands",
-                found,
-                needed,
-                "change the input, or the layer before this one",
-            );
-            return Err(name_call(error, "linear", &[self, weight], Location::caller()));
+        if !self.fits_linear(weight) {
+            return Err(self.linear_mismatch(weight, Location::caller()));
         }
         match bias {
             None => self.times_transposed(weight),
-            Some(bias) if self.fits_fused_linear(weight, bias) => {
+            Some(bias) if self.fits_fused_linear(weight, Some(bias)) => {
                 Ok(dispatch(&LinearBias, &[self, weight, bias], Location::caller())?.swap_remove(0))
             }
             Some(bias) => self.times_transposed(weight)?.add(bias),
         }
     }
 
+    /// Whether the shapes are `[..., in]` and `[out, in]`.
+    pub(super) fn fits_linear(&self, weight: &DTensor) -> bool {
+        weight.ndim() == 2 && self.shape().last() == Some(&weight.shape()[1])
+    }
+
+    /// The error for a weight whose shape does not fit.
+    fn linear_mismatch(&self, weight: &DTensor, site: Site) -> Error {
+        if self.ndim() == 0 || weight.ndim() != 2 {
+            return ErrorKind::shape(self.shape()).error(
+                "operands",
+                format!("{} and {} in linear", self.layout(), weight.layout()),
+                "an input [..., in] and a weight [out, in]",
+                "reshape or transpose the tensors",
+            );
+        }
+        let (features, takes) = (self.shape()[self.ndim() - 1], weight.shape()[1]);
+        let found = format!("input has {features} features, weight takes {takes}");
+        let needed = format!("an input [..., {takes}] for a weight {:?}", weight.shape());
+        let fix = "change the input, or the layer before this one";
+        let error = ErrorKind::shape(self.shape()).error("operands", found, needed, fix);
+        name_call(error, "linear", &[self, weight], site)
+    }
+
     /// Whether product and sum can be computed in one pass: the features of the input are not sharded and nothing is partial,
     /// so that every rank has complete products to add the bias to.
-    fn fits_fused_linear(&self, weight: &DTensor, bias: &DTensor) -> bool {
-        let all = [self, weight, bias];
+    pub(super) fn fits_fused_linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> bool {
+        let mut all = [Some(self), Some(weight), bias].into_iter().flatten();
         self.dtype().is_float()
-            && all.iter().all(|t| t.dtype() == self.dtype() && !t.placements().iter().any(Placement::is_partial))
-            && bias.shape() == &weight.shape()[..1]
+            && all.all(|t| t.dtype() == self.dtype() && !t.placements().iter().any(Placement::is_partial))
+            && bias.is_none_or(|bias| bias.shape() == &weight.shape()[..1])
             && self.layout().shard_order(self.ndim() - 1).is_empty()
             && weight.layout().shard_order(1).is_empty()
     }
@@ -91,36 +97,59 @@ impl Op for LinearBias {
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let [x, weight, _] = inputs else { unreachable!("three inputs") };
-        let leading = x.shape.len() - 1;
-        // Dimensions of the operator: the leading ones, then the features of the result, then those of the input.
-        let (out, features) = (leading, leading + 1);
-        let dims = (0..=leading).map(|_| DimSharding::Free).chain([DimSharding::Never]);
-        let with = |last: usize| (0..leading).chain([last]).map(Some).collect::<Vec<_>>();
-        let named = [with(features), vec![Some(out), Some(features)], vec![Some(out)]];
-        let shape = x.shape[..leading].iter().chain(&weight.shape[..1]).copied().collect();
-        Ok(OpPlan {
-            signature: Signature::new(dims, named, [with(out)]),
-            outputs: vec![TensorMeta { shape, dtype: x.dtype }],
-        })
+        Ok(linear_plan(inputs, 1))
     }
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         Ok(vec![batched_matmul_bias(&inputs[0], &inputs[1].t()?, 0, 1, Some(&inputs[2]))?])
     }
 
+    fn flops(&self, inputs: &[&[usize]], _: &[&[usize]]) -> u64 {
+        linear_flops(inputs)
+    }
+
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(SaveForBackward::Inputs, |_, saved, gradients| {
-            let Some(g) = &gradients[0] else { return Ok(vec![None; 3]) };
-            let leading: Vec<isize> = (0..g.ndim() as isize - 1).collect();
-            let needs = |i: usize, of: &dyn Fn() -> Result<DTensor>| saved.needs_input_grad(i).then(of).transpose();
-            Ok(vec![
-                needs(0, &|| saved.with_sum(0, |sum| g.linear_input_gradient(&saved.input(1), sum)))?,
-                needs(1, &|| g.linear_weight_gradient(&saved.input(0)))?,
-                needs(2, &|| if leading.is_empty() { Ok(g.clone()) } else { g.sum(&leading, false) })?,
-            ])
+        Gradient::From(SaveForBackward::Only { inputs: &[0, 1], outputs: &[] }, |_, saved, gradients| {
+            gradients[0].as_ref().map_or_else(|| Ok(vec![None; 3]), |g| linear_gradients(saved, g))
         })
     }
+}
+
+/// The rule of a linear layer with inputs `[..., in]`, `[out, in]` and optionally `[out]`, where the features of the input are
+/// not sharded, with some outputs `[..., out]`.
+pub(super) fn linear_plan(inputs: &[TensorMeta], outputs: usize) -> OpPlan {
+    let (x, weight) = (&inputs[0], &inputs[1]);
+    let leading = x.shape.len() - 1;
+    // Dimensions of the operator: the leading ones, then the features of the result, then those of the input.
+    let (out, features) = (leading, leading + 1);
+    let dims = (0..=leading).map(|_| DimSharding::Free).chain([DimSharding::Never]);
+    let with = |last: usize| (0..leading).chain([last]).map(Some).collect::<Vec<_>>();
+    let named = [with(features), vec![Some(out), Some(features)], vec![Some(out)]];
+    let shape: Vec<usize> = x.shape[..leading].iter().chain(&weight.shape[..1]).copied().collect();
+    OpPlan {
+        signature: Signature::new(dims, named.into_iter().take(inputs.len()), vec![with(out); outputs]),
+        outputs: vec![TensorMeta { shape, dtype: x.dtype }; outputs],
+    }
+}
+
+/// A multiplication and an addition for every feature of the input, row and feature of the result.
+pub(super) fn linear_flops(inputs: &[&[usize]]) -> u64 {
+    2 * inputs[0].iter().product::<usize>() as u64 * inputs[1][0] as u64
+}
+
+/// The gradients of the inputs of a linear layer, from that of its result.
+#[track_caller]
+pub(super) fn linear_gradients(saved: &SavedTensors<'_>, g: &DTensor) -> Result<Vec<Option<DTensor>>> {
+    let leading: Vec<isize> = (0..g.ndim() as isize - 1).collect();
+    let needs = |i: usize, of: &dyn Fn() -> Result<DTensor>| saved.needs_input_grad(i).then(of).transpose();
+    let mut found = vec![
+        needs(0, &|| saved.with_sum(0, |sum| g.linear_input_gradient(&saved.input(1), sum)))?,
+        needs(1, &|| g.linear_weight_gradient(&saved.input(0)))?,
+    ];
+    if saved.num_inputs() > 2 {
+        found.push(needs(2, &|| if leading.is_empty() { Ok(g.clone()) } else { g.sum(&leading, false) })?);
+    }
+    Ok(found)
 }
 
 #[track_caller]

@@ -19,6 +19,7 @@ mod fused_rows;
 mod index;
 mod indices;
 mod join;
+mod linear_activation;
 mod lookup;
 mod loss;
 mod masked;
@@ -46,6 +47,7 @@ pub(crate) use attention::RotaryFrequencies;
 pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
 pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
+pub use linear_activation::Activation;
 pub use lookup::EmbeddingBagMode;
 pub use loss::{LossOptions, Reduction};
 pub use override_rule::override_rule;
@@ -57,13 +59,14 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 26] = [
+static OPS: [&[OpEntry]; 27] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
     ternary::OPS,
     einsum::OPS,
     affine::OPS,
+    linear_activation::OPS,
     reduce::OPS,
     normalization::OPS,
     residual::OPS,

@@ -1,6 +1,7 @@
 //! Elementwise functions of one tensor. One table entry per function holds its sharding rule, its kernel and its derivative.
 
 use std::f64::consts::{FRAC_1_SQRT_2, LN_2, LN_10, PI};
+use std::mem::MaybeUninit;
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
@@ -13,7 +14,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward, is_recording};
-use shardwise_kernels::{ComputeType, PerType, PointwiseFn, ViaF64, math, pointwise};
+use shardwise_kernels::{ComputeType, PerType, PointwiseFn, ViaF64, math, pointwise, pointwise_f32};
 
 /// Whether a function preserves the order or the sums of its arguments. Decides which `Partial` placements pass through it
 /// unreduced: the maximum of increasing values is the value of the maximum.
@@ -49,6 +50,8 @@ struct UnaryFunction {
     monotonicity: Monotonicity,
     result_type: UnaryResultType,
     run: fn(&Tensor, ComputeType, DType) -> Result<Tensor>,
+    /// The same for some elements in f32.
+    in_f32: fn(&[f32], &mut [MaybeUninit<f32>]),
     /// `None` if it is not differentiable.
     derivative: Option<Derivative>,
 }
@@ -92,6 +95,10 @@ macro_rules! functions {
                 run: |x, arithmetic, dtype| {
                     let integer = functions!(@integer $x $(, $integer)?);
                     Ok(pointwise(functions!(@$form $name, $x, $real, integer), [x], x.dims(), arithmetic, dtype)?)
+                },
+                in_f32: |x, out| {
+                    let integer = functions!(@integer $x $(, $integer)?);
+                    pointwise_f32(functions!(@$form $name, $x, $real, integer), x, out);
                 },
                 derivative: functions!(@$derivative $(($($parts)*))?),
             },)*
@@ -395,6 +402,24 @@ impl Unary {
     pub(super) fn compute(self, x: &Tensor, arithmetic: ComputeType, dtype: DType) -> Result<Tensor> {
         (self.function().run)(x, arithmetic, dtype)
     }
+
+    /// The function of some elements in f32.
+    pub(super) fn in_f32(self) -> fn(&[f32], &mut [MaybeUninit<f32>]) {
+        self.function().in_f32
+    }
+
+    /// The gradient of the argument `x` from that of the result.
+    ///
+    /// # Panics
+    /// If the function is not differentiable.
+    #[track_caller]
+    pub(super) fn input_gradient(self, x: &DTensor, g: &DTensor) -> Result<DTensor> {
+        let derivative = self.function().derivative.as_ref().expect("of functions that are differentiable");
+        if is_recording() {
+            return g.mul(&(derivative.formula)(x)?);
+        }
+        Ok(dispatch(&UnaryBackward(self), &[x, g], Location::caller())?.swap_remove(0))
+    }
 }
 
 impl UnaryResultType {
@@ -483,12 +508,8 @@ impl Op for Unary {
             return Gradient::NotDifferentiable;
         }
         Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
-            let (Some(derivative), Some(g)) = (&op.function().derivative, &gradients[0]) else { return Ok(vec![None]) };
-            let x = saved.input(0);
-            if is_recording() {
-                return Ok(vec![Some(g.mul(&(derivative.formula)(&x)?)?)]);
-            }
-            Ok(vec![Some(dispatch(&UnaryBackward(*op), &[&x, g], Location::caller())?.swap_remove(0))])
+            let Some(g) = &gradients[0] else { return Ok(vec![None]) };
+            Ok(vec![Some(op.input_gradient(&saved.input(0), g)?)])
         })
     }
 }
@@ -516,7 +537,7 @@ impl Op for UnaryBackward {
         Ok(vec![derivative.times(&inputs[0], &inputs[1])?])
     }
 
-    /// Runs in backward monotonicity that are not recorded; recorded ones use [`Derivative::formula`].
+    /// Runs in backward passes that are not recorded; recorded ones use [`Derivative::formula`].
     fn gradient(&self) -> Gradient<Self> {
         Gradient::NotDifferentiable
     }

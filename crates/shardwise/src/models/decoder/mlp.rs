@@ -38,8 +38,8 @@ impl Forward for DecoderMlp {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| {
             let inner = match &self.gate {
-                Some(gate) => self.activation.apply(&gate.forward(x)?)?.mul(&self.up.forward(x)?)?,
-                None => self.activation.apply(&self.up.forward(x)?)?,
+                Some(gate) => gate.forward_activation(x, self.activation)?.mul(&self.up.forward(x)?)?,
+                None => self.up.forward_activation(x, self.activation)?,
             };
             self.down.forward(&inner)
         })
