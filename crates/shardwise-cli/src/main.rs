@@ -24,6 +24,7 @@ mod ckpt;
 mod embed;
 mod generate;
 mod lines;
+mod model_target;
 mod old_options;
 mod ops;
 mod output;

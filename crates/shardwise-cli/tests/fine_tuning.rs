@@ -116,4 +116,34 @@ fn wrong_options_are_refused_before_anything_is_written() {
     std::fs::write(&chats, "{\"text\": \"fine\"}\n{\"messages\": 3}\n").unwrap();
     train(&["--init", &base, "--data", &chats], &["bad.jsonl", "line 2"]);
     fails(&["ckpt", "merge-lora", &base, "nowhere", &out], &["nowhere", "adapter_config.json"]);
+    train(&["--batch-size", "4000000000"], &["batch-size", "at most"]);
+    train(&["--layers", "1000000000"], &["layers", "4096"]);
+}
+
+/// A model that somebody has stays as it is unless they say otherwise.
+#[test]
+fn models_are_not_overwritten() {
+    let place = Place::new("kept");
+    let base = place.at("base");
+    std::fs::create_dir(&base).unwrap();
+    for file in std::fs::read_dir(model("llama_gqa")).unwrap().map(|file| file.unwrap().path()) {
+        std::fs::copy(&file, std::path::Path::new(&base).join(file.file_name().unwrap())).unwrap();
+    }
+    let config = std::path::Path::new(&base).join("config.json");
+    let before = std::fs::read(&config).unwrap();
+    let steps = ["--steps", "1", "--mesh", "tp=1"];
+    let start = [&["train", "--init", &base], &SHORT[..], &steps].concat();
+    fails(&[&start[..], &["--out", &base]].concat(), &["config.json", "choose another --out"]);
+    fails(&[&["train", "--out", &base], &SHORT[..], &steps].concat(), &["config.json", "choose another --out"]);
+    let (out, lora) = (place.at("out"), place.at("lora"));
+    std::fs::remove_file(std::path::Path::new(&base).join("cases.json")).unwrap();
+    fails(&[&start[..], &["--out", &out, "--export-hf", &base, "--overwrite"]].concat(), &["the model that is read"]);
+    succeeds(&[&start[..], &["--out", &lora, "--lora", "rank=2"]].concat());
+    let adapter = format!("{lora}/adapter");
+    fails(&["ckpt", "merge-lora", &base, &adapter, &base, "--overwrite"], &["the model that is read"]);
+    let merged = place.at("merged");
+    succeeds(&["ckpt", "merge-lora", &base, &adapter, &merged]);
+    fails(&["ckpt", "merge-lora", &base, &adapter, &merged], &["--overwrite"]);
+    succeeds(&["ckpt", "merge-lora", &base, &adapter, &merged, "--overwrite"]);
+    assert_eq!(std::fs::read(&config).unwrap(), before);
 }

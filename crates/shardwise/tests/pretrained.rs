@@ -284,6 +284,8 @@ fn bad_directories_name_what_is_wrong() {
     check("negative", &|c| c.set("num_hidden_layers", json!(-1)), &["`num_hidden_layers`"]);
     check("groups", &|c| c.set("num_key_value_heads", json!(4)), &["9 heads", "4 key heads"]);
     check("width", &|c| c.set("intermediate_size", json!(100)), &["mlp.gate_proj.weight", "[192, 72]", "[100, 72]"]);
+    // Refused at once: building so many layers would take all memory.
+    check("endless", &|c| c.set("num_hidden_layers", json!(1_000_000_000)), &["`num_hidden_layers`", "at most 4096"]);
     check("layers", &|c| c.set("num_hidden_layers", json!(4)), &["model.layers.3.input_layernorm.weight", "missing"]);
     check("fewer", &|c| c.set("num_hidden_layers", json!(2)), &["model.layers.2.input_layernorm.weight", "unknown"]);
     check("untied", &|c| c.set("tie_word_embeddings", json!(false)), &["lm_head.weight", "missing"]);

@@ -6,15 +6,17 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use shardwise::launch_scoped;
-use shardwise::models::{self, check_export, export_hf, load_adapter};
+use shardwise::models::{self, export_hf, load_adapter, load_text_files};
 use shardwise::nn::Module;
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;
 use shardwise::text::TextFiles;
 
+use crate::model_target::check_model_target;
+
 #[derive(Args)]
 pub(super) struct MergeLoraOptions {
-    /// Model directory in Hugging Face's form
+    /// Model directory in Hugging Face's form, or a GGUF file
     base: PathBuf,
     /// Directory with adapter_config.json and adapter_model.safetensors
     adapter: PathBuf,
@@ -26,6 +28,9 @@ pub(super) struct MergeLoraOptions {
     /// Data type to write [default: that of the model]
     #[arg(long)]
     dtype: Option<StoredDtype>,
+    /// Replace the model that is in the directory already
+    #[arg(long)]
+    overwrite: bool,
     /// Print a JSON object
     #[arg(long)]
     json: bool,
@@ -59,7 +64,7 @@ impl StoredDtype {
 }
 
 pub(super) fn run(options: &MergeLoraOptions) -> Result<()> {
-    check_export(&options.to)?;
+    check_model_target(&options.to, Some(&options.base), options.overwrite)?;
     let layers = launch_scoped(options.ranks, |world| {
         let mesh = world.mesh([("tp", options.ranks)])?;
         // In f32, and rounded once.
@@ -71,8 +76,8 @@ pub(super) fn run(options: &MergeLoraOptions) -> Result<()> {
         export_hf(&world, &options.to, &model, config)?;
         Ok(merged.len())
     })?;
-    if options.base.join("tokenizer.json").exists() {
-        TextFiles::read(&options.base)?.write(&options.to)?;
+    if options.base.is_file() || options.base.join(TextFiles::NAMES[0]).exists() {
+        load_text_files(&options.base)?.write(&options.to)?;
     }
     let mut out = std::io::stdout().lock();
     match options.json {

@@ -19,13 +19,13 @@ use std::sync::atomic::Ordering::Relaxed;
 use clap::Args;
 use shardwise::comm::CommReport;
 use shardwise::mesh::Network;
-use shardwise::models::check_export;
 use shardwise::prelude::*;
 
 use checkpoints::ResumePoint;
 use run::{PreparedRun, RunOutcome, RunSummary, STOP, WORLD, train_on_rank};
 use settings::TrainSettings;
 
+use crate::model_target::check_model_target;
 use crate::processes;
 
 /// The options of `shardwise train`.
@@ -66,7 +66,8 @@ pub(crate) struct TrainOptions {
     /// directory of --out]. With the same mesh and plan the losses are bitwise equal to those of an uninterrupted run
     #[arg(long, value_name = "DIR")]
     resume: Option<Option<PathBuf>>,
-    /// Delete checkpoints of later steps that an earlier run left in the output directory
+    /// Delete checkpoints of later steps that an earlier run left in the output directory, and replace a model that --export-hf
+    /// finds in its directory
     #[arg(long)]
     overwrite: bool,
     /// Export the trained model for Hugging Face: config.json, and model.safetensors with the names of its family; adapters of
@@ -114,7 +115,9 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let tokens = settings.tokens(resumed.as_ref().and_then(ResumePoint::text_files).transpose()?)?;
     let job = settings.decide(&tokens, network, resumed.as_ref().map(|resumed| &resumed.config))?;
     resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
-    options.export_hf.iter().try_for_each(check_export)?;
+    model_dir::check_out(&job.out)?;
+    let (init, overwrite) = (job.init.as_deref(), options.overwrite);
+    options.export_hf.iter().try_for_each(|to| check_model_target(to, init, overwrite))?;
     let prompt = match job.prompt.as_deref() {
         Some("") => {
             return Err(ErrorKind::Argument.error(

@@ -65,6 +65,16 @@ pub(crate) fn is_trained(directory: &Path) -> bool {
     }
 }
 
+/// Checks that a run may write to a directory: one that is new, or has no configuration but that of an earlier run.
+pub(super) fn check_out(directory: &Path) -> Result<()> {
+    if !directory.join(CONFIG).exists() || is_trained(directory) {
+        return Ok(());
+    }
+    let found = format!("{}, which `shardwise train` did not write", directory.join(CONFIG).display());
+    let needed = "a new directory, or one of an earlier run";
+    Err(ErrorKind::path(directory).error("output directory", found, needed, "choose another --out"))
+}
+
 /// Reads the configuration and the tokenizer of a directory and finds its latest checkpoint.
 pub(crate) fn read(directory: &Path) -> Result<ModelDir> {
     let bad = |file: &str, error: String| {

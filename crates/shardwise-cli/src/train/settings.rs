@@ -259,6 +259,9 @@ const FINE_TUNING_LENGTH: usize = 512;
 /// The default output directory.
 const OUT: &str = "shardwise-out";
 
+/// Largest number of tokens in a batch: their ids alone take 4 GB.
+const MAX_BATCH_TOKENS: usize = 1 << 30;
+
 impl TrainSettings {
     /// These settings, with those of a TOML file where nothing is set.
     pub(crate) fn with_file(self, path: Option<&Path>) -> Result<TrainSettings> {
@@ -340,6 +343,11 @@ impl TrainSettings {
         if batch < dp_size {
             let found = format!("{batch} sequence(s) for {dp_size} ranks along `dp`");
             return Err(ErrorKind::Argument.error("batch-size", found, "at least one per rank", "use a larger batch"));
+        }
+        if batch.saturating_mul(config.seq_len()) > MAX_BATCH_TOKENS {
+            let found = format!("{batch} sequences of {} tokens", config.seq_len());
+            let needed = format!("at most {MAX_BATCH_TOKENS} tokens in a batch");
+            return Err(ErrorKind::Argument.error("batch-size", found, needed, "use a smaller batch"));
         }
         tokens.check(config.seq_len())?;
         let (plan, search) = self.resolve_plan(&config, &mesh, &StepOptions::new(batch, network))?;

@@ -17,6 +17,9 @@ pub(super) struct ConfigFields<'a> {
     read: RefCell<BTreeSet<String>>,
 }
 
+/// Largest number of layers, and of experts in a layer. The largest models that are known have 126 layers and 2,048 experts.
+const MAX_COUNT: usize = 4096;
+
 /// Fields that do not change what a forward pass computes: names, tokens, training, generation and formats.
 const HARMLESS: &[&str] = &[
     "_attn_implementation",
@@ -124,6 +127,14 @@ impl<'a> ConfigFields<'a> {
 
     pub(super) fn size_or(&self, name: &str, default: usize) -> Result<usize> {
         Ok(self.size(name)?.unwrap_or(default))
+    }
+
+    /// A number of layers or experts, which are built one by one: bounded, so that a wrong number is an error and not a wait.
+    pub(super) fn count_or(&self, name: &str, default: usize) -> Result<usize> {
+        match self.size_or(name, default)? {
+            count if count <= MAX_COUNT => Ok(count),
+            _ => Err(self.bad(name, &format!("at most {MAX_COUNT}"))),
+        }
     }
 
     pub(super) fn number(&self, name: &str) -> Result<Option<f64>> {

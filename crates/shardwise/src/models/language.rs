@@ -55,6 +55,9 @@ pub(super) struct LanguageModelSizes {
     pub(super) dropout: f64,
 }
 
+/// Layers are built one by one; no model that is known has a tenth of these.
+const MAX_LAYERS: usize = 4096;
+
 impl LanguageModelSizes {
     /// Checks that the sizes fit together.
     pub(super) fn check(&self) -> Result<()> {
@@ -65,6 +68,9 @@ impl LanguageModelSizes {
             let found =
                 format!("{model} with a size of 0 among vocabulary, length, width, layers, heads, MLP {sizes:?}");
             return bad(found, "sizes of at least 1", "correct the size");
+        }
+        if self.layers > MAX_LAYERS {
+            return bad(format!("{model} with {} layers", self.layers), "at most 4096", "correct the number");
         }
         if !width.is_multiple_of(heads) || !heads.is_multiple_of(key_heads) {
             let found = format!("{model} of width {width} with {heads} query heads and {key_heads} key heads");

@@ -128,6 +128,8 @@ pub fn save_adapter(world: &World, path: impl AsRef<Path>, model: &dyn Model, lo
         let (unfinished, text) = (path.join(".adapter_model.unfinished"), serde_json::to_string_pretty(&config));
         candle_core::safetensors::save(&tensors, &unfinished)?;
         fs::write(path.join(CONFIG), text.map_err(Error::other)? + "\n")?;
+        // The library creates files that only their owner can read; models are shared.
+        fs::set_permissions(&unfinished, fs::metadata(path.join(CONFIG))?.permissions())?;
         Ok(fs::rename(&unfinished, path.join(WEIGHTS))?)
     };
     all_ok(world, if world.rank() == 0 { write() } else { Ok(()) }, site)

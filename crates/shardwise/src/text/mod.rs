@@ -23,6 +23,7 @@
 
 mod chat;
 mod files;
+mod growth;
 mod json;
 mod special;
 mod strftime;

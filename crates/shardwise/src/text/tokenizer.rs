@@ -9,6 +9,7 @@ use tokenizers::{PaddingParams, PostProcessor, TruncationParams};
 
 use super::chat::{ChatOptions, ChatTemplate, Message};
 use super::files::TextFiles;
+use super::growth::unbounded_growth;
 use super::special::SpecialTokens;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -82,6 +83,9 @@ impl Tokenizer {
             let needed = "a tokenizer.json of the tokenizers library";
             ErrorKind::Damaged.error("tokenizer", found, needed, "restore the file, or write it with a newer version")
         };
+        if let Some(found) = unbounded_growth(&files.tokenizer) {
+            return Err(bad(found));
+        }
         let mut tokenizer = guarded(|| tokenizers::Tokenizer::from_bytes(&files.tokenizer)).map_err(bad)?;
         let (padding, truncation) = (tokenizer.get_padding().cloned(), tokenizer.get_truncation().cloned());
         tokenizer.with_padding(None);

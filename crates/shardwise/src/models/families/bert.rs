@@ -45,7 +45,7 @@ pub(super) fn read_bert(fields: &ConfigFields<'_>, vocab_size: usize) -> Result<
     Ok(EncoderSpec {
         vocab_size: fields.size_or("vocab_size", vocab_size)?,
         width: fields.size_or("hidden_size", 768)?,
-        layers: fields.size_or("num_hidden_layers", 12)?,
+        layers: fields.count_or("num_hidden_layers", 12)?,
         heads: fields.size_or("num_attention_heads", 12)?,
         hidden: fields.size_or("intermediate_size", 3072)?,
         activation: fields.activation("hidden_act", Activation::Gelu)?,

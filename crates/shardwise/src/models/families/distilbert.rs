@@ -24,7 +24,7 @@ pub(super) static FAMILY: Family = Family {
         Ok(Architecture::Encoder(EncoderSpec {
             vocab_size: fields.size_or("vocab_size", 30522)?,
             width: fields.size_or("dim", 768)?,
-            layers: fields.size_or("n_layers", 6)?,
+            layers: fields.count_or("n_layers", 6)?,
             heads: fields.size_or("n_heads", 12)?,
             hidden: fields.size_or("hidden_dim", 3072)?,
             activation: fields.activation("activation", Activation::Gelu)?,

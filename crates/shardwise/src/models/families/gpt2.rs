@@ -15,7 +15,7 @@ pub(super) static FAMILY: Family = Family {
     read: |fields| {
         let width = fields.size_or("n_embd", 768)?;
         let heads = fields.size_or("n_head", 12)?;
-        let layers = fields.size_or("n_layer", 12)?;
+        let layers = fields.count_or("n_layer", 12)?;
         let max_positions = fields.size_or("n_positions", 1024)?;
         // The same number under its older name.
         fields.size("n_ctx")?;

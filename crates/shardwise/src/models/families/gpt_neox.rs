@@ -17,7 +17,7 @@ pub(super) static FAMILY: Family = Family {
     read: |fields| {
         let width = fields.size_or("hidden_size", 6144)?;
         let heads = fields.size_or("num_attention_heads", 64)?;
-        let layers = fields.size_or("num_hidden_layers", 44)?;
+        let layers = fields.count_or("num_hidden_layers", 44)?;
         let max_positions = fields.size_or("max_position_embeddings", 2048)?;
         let head_dim = width / heads.max(1);
         // A causal model either way.

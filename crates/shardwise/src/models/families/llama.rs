@@ -95,7 +95,7 @@ pub(super) fn read_llama_like(fields: &ConfigFields<'_>, defaults: &LlamaDefault
     let key_heads = fields.size_or("num_key_value_heads", default_key_heads)?;
     let head_dim = fields.size("head_dim")?.or(defaults.head_dim).unwrap_or(width / heads.max(1));
     let max_positions = fields.size_or("max_position_embeddings", defaults.max_positions)?;
-    let layers = fields.size_or("num_hidden_layers", defaults.layers)?;
+    let layers = fields.count_or("num_hidden_layers", defaults.layers)?;
     let rope = RopeDefaults { theta: defaults.theta, ..RopeDefaults::default() };
     let ropes = match defaults.own_ropes {
         true => Vec::new(),

@@ -30,7 +30,7 @@ pub(super) static FAMILY: Family = Family {
         // Noise in training alone.
         fields.number("router_jitter_noise")?;
         let experts = ExpertsSpec {
-            count: fields.size_or("num_local_experts", 8)?,
+            count: fields.count_or("num_local_experts", 8)?,
             per_token: fields.size_or("num_experts_per_tok", 2)?,
             hidden: spec.mlp.hidden,
             normalized: true,

@@ -249,5 +249,6 @@ pub(super) fn local_layers(
         _ => None,
     };
     let found = types.iter().map(is_local).collect::<Option<Vec<bool>>>().filter(|found| found.len() == layers);
-    found.ok_or_else(|| fields.bad("layer_types", "full_attention or sliding_attention for every layer"))
+    let needed = format!("full_attention or sliding_attention for each of {layers} layers; there are {}", types.len());
+    found.ok_or_else(|| fields.bad("layer_types", &needed))
 }

@@ -29,7 +29,7 @@ pub(super) static FAMILY: Family = Family {
         spec.attention.query_key_norm = QueryKeyNorm::AllHeads;
         spec.attention.clip = fields.number("clip_qkv")?;
         let experts = ExpertsSpec {
-            count: fields.size_or("num_experts", 64)?,
+            count: fields.count_or("num_experts", 64)?,
             per_token: fields.size_or("num_experts_per_tok", 8)?,
             hidden: spec.mlp.hidden,
             normalized: fields.flag("norm_topk_prob", false)?,

@@ -29,7 +29,7 @@ pub(super) static FAMILY: Family = Family {
         // Every second layer, below a number of layers.
         read_optional_window(fields, &mut spec, |layer, below| layer % 2 == 0 && layer < below)?;
         let experts = ExpertsSpec {
-            count: fields.size_or("num_experts", 60)?,
+            count: fields.count_or("num_experts", 60)?,
             per_token: fields.size_or("num_experts_per_tok", 4)?,
             hidden: fields.size_or("moe_intermediate_size", 1408)?,
             normalized: fields.flag("norm_topk_prob", false)?,

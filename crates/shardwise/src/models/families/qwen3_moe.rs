@@ -33,12 +33,8 @@ pub(super) static FAMILY: Family = Family {
         fields.size("max_window_layers")?;
         let all = vec![true; spec.layers.len()];
         set_window(&mut spec, window.filter(|_| used), &all);
-        let count = fields.size("num_experts")?;
         let experts = ExpertsSpec {
-            count: match count {
-                Some(count) => count,
-                None => fields.size_or("num_local_experts", 128)?,
-            },
+            count: fields.count_or("num_experts", fields.count_or("num_local_experts", 128)?)?,
             per_token: fields.size_or("num_experts_per_tok", 8)?,
             hidden: fields.size_or("moe_intermediate_size", 768)?,
             normalized: fields.flag("norm_topk_prob", false)?,
