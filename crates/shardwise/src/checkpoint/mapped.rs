@@ -23,12 +23,16 @@ pub(crate) struct MappedBox {
     pub(crate) sizes: Vec<usize>,
 }
 
-/// Bytes of files that are held at a time while elements are converted or transposed.
+/// Bytes that are held beside a tensor while elements are converted or transposed.
 pub(crate) const MAPPED_BUFFER: usize = 16 << 20;
+
+/// Bytes of files that are read at a time: they are held as bytes, as elements and in the type of the tensor, which is up to
+/// four times as wide.
+const PIECE: usize = MAPPED_BUFFER / 8;
 
 /// Reads a tensor from boxes that make it up. Local.
 ///
-/// A single box in the right order and type is read into the tensor directly; otherwise at most [`MAPPED_BUFFER`] bytes are
+/// A single box in the right order and type is read into the tensor directly; otherwise about [`MAPPED_BUFFER`] bytes are
 /// held beside the tensor, or one row if that is larger.
 pub(crate) fn read_mapped(catalog: &Catalog, meta: TensorMeta, boxes: &[MappedBox]) -> Result<Tensor> {
     if meta.elem_count() == 0 {
@@ -71,7 +75,7 @@ impl MappedBox {
             return vec![(self.stored.clone(), self.offsets.clone(), self.sizes.clone())];
         };
         let row = (self.stored.volume() / rows.max(1) * element).max(1);
-        let step = (MAPPED_BUFFER / row).clamp(1, rows.max(1));
+        let step = (PIECE / row).clamp(1, rows.max(1));
         // The dimension of the tensor that the first stored one is: the last two change places if transposed.
         let dim = self.sizes.len() - self.stored.sizes.len() + usize::from(self.transposed);
         let piece = |from: usize| {
