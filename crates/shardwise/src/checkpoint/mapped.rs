@@ -1,11 +1,12 @@
 //! Reading a tensor whose elements are in boxes of several stored tensors: split, joined, transposed or converted.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::catalog::Catalog;
 use super::load::read_box;
 use crate::error::Result;
 use crate::layout::{TensorBox, TensorMeta};
+use shardwise_kernels::quantized::BlockType;
 use shardwise_kernels::{Assembly, placeholder};
 
 /// A box of a tensor that is read, and the box of a stored tensor that has its elements.
@@ -56,6 +57,34 @@ pub(crate) fn read_mapped(catalog: &Catalog, meta: TensorMeta, boxes: &[MappedBo
             let piece = piece(catalog, mapped, &stored, &sizes, dtype)?;
             // SAFETY: one thread; pieces are disjoint, of the tensor's type, and inside it.
             unsafe { whole.paste(&piece, &offsets) };
+        }
+    }
+    // SAFETY: the caller's boxes make up the tensor.
+    Ok(unsafe { whole.finish() })
+}
+
+/// Reads quantized blocks from boxes that make up a matrix: u8 `[rows, blocks, bytes of a block]`. Local. Boxes are in
+/// elements, are not transposed, and begin and end between blocks; `meta` is that of the result.
+pub(crate) fn read_mapped_blocks(
+    catalog: &Catalog,
+    block: BlockType,
+    meta: TensorMeta,
+    boxes: &[MappedBox],
+) -> Result<Tensor> {
+    if meta.elem_count() == 0 {
+        return Ok(placeholder(&meta)?);
+    }
+    let whole = Assembly::new(meta)?;
+    for mapped in boxes {
+        let tensor = catalog.tensor(&mapped.key)?;
+        for (stored, offsets, sizes) in mapped.pieces(tensor.element.size_in_bytes()) {
+            let shape = [sizes[0], sizes[1] / block.elements(), block.bytes()];
+            let mut bytes = shardwise_kernels::reserve(shape.iter().product())?;
+            bytes.resize(shape.iter().product(), 0u8);
+            catalog.files.read_blocks(&mapped.key, tensor, block, &stored, &mut bytes)?;
+            let piece = Tensor::from_vec(bytes, &shape, &Device::Cpu)?;
+            // SAFETY: one thread; pieces are disjoint, of the tensor's type, and inside it.
+            unsafe { whole.paste(&piece, &[offsets[0], offsets[1] / block.elements(), 0]) };
         }
     }
     // SAFETY: the caller's boxes make up the tensor.
