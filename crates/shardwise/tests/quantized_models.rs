@@ -19,9 +19,12 @@ const WIDTH: usize = 64;
 const HIDDEN: usize = 96;
 const VOCABULARY: usize = 40;
 
-/// Writes a llama of two layers with random blocks.
-fn write_model(path: &Path) {
-    let mut tensors: Vec<(String, Vec<usize>, Option<BlockType>)> = vec![
+/// Name, shape and blocks of a tensor.
+type Described = (String, Vec<usize>, Option<BlockType>);
+
+/// The tensors of a llama of two layers.
+fn tensors() -> Vec<Described> {
+    let mut tensors: Vec<Described> = vec![
         ("token_embd.weight".to_string(), vec![VOCABULARY, WIDTH], Some(BlockType::Q8_0)),
         ("output_norm.weight".to_string(), vec![WIDTH], None),
     ];
@@ -39,14 +42,26 @@ fn write_model(path: &Path) {
         add("ffn_up", &[HIDDEN, WIDTH], Some(BlockType::Q4_1));
         add("ffn_down", &[WIDTH, HIDDEN], Some(BlockType::Q8_0));
     }
+    tensors
+}
+
+/// Writes a model with random blocks.
+fn write_model(path: &Path) {
+    let mut rng = StdRng::seed_from_u64(3);
+    write_file(path, &tensors(), &[], &mut rng);
+}
+
+/// Writes a GGUF file with these tensors, and with more counts in its metadata.
+fn write_file(path: &Path, tensors: &[Described], more: &[(&str, u32)], rng: &mut StdRng) {
     let counts = [
-        ("block_count", 2u32),
-        ("context_length", 64),
-        ("embedding_length", WIDTH as u32),
-        ("feed_forward_length", HIDDEN as u32),
-        ("attention.head_count", 4),
-        ("attention.head_count_kv", 2),
+        ("llama.block_count", 2u32),
+        ("llama.context_length", 64),
+        ("llama.embedding_length", WIDTH as u32),
+        ("llama.feed_forward_length", HIDDEN as u32),
+        ("llama.attention.head_count", 4),
+        ("llama.attention.head_count_kv", 2),
     ];
+    let counts = [&counts, more].concat();
     let mut file = b"GGUF".to_vec();
     file.extend(3u32.to_le_bytes());
     file.extend((tensors.len() as u64).to_le_bytes());
@@ -59,16 +74,15 @@ fn write_model(path: &Path) {
     file.extend(8u32.to_le_bytes());
     text(&mut file, "llama");
     for (key, count) in counts {
-        text(&mut file, &format!("llama.{key}"));
+        text(&mut file, key);
         file.extend([4u32.to_le_bytes(), count.to_le_bytes()].concat());
     }
     text(&mut file, "llama.attention.layer_norm_rms_epsilon");
     file.extend([6u32.to_le_bytes(), 1e-5f32.to_le_bytes()].concat());
-    let mut rng = StdRng::seed_from_u64(3);
     let mut data = Vec::new();
     for (name, shape, block) in tensors {
         data.resize(data.len().next_multiple_of(32), 0u8);
-        text(&mut file, &name);
+        text(&mut file, name);
         file.extend((shape.len() as u32).to_le_bytes());
         shape.iter().rev().for_each(|&n| file.extend((n as u64).to_le_bytes()));
         file.extend(block.map_or(0, BlockType::number).to_le_bytes());
@@ -82,7 +96,7 @@ fn write_model(path: &Path) {
             let start = data.len();
             data.extend((0..block.bytes()).map(|_| rng.random::<u8>()));
             // Matrices with elements of about 0.1: fewer bits have larger scales.
-            let scale: u16 = if block == BlockType::Q8_0 { 0x1400 } else { 0x2200 };
+            let scale: u16 = if *block == BlockType::Q8_0 { 0x1400 } else { 0x2200 };
             data[start..start + 2].copy_from_slice(&(scale + rng.random_range(0..0x200)).to_le_bytes());
             if matches!(block, BlockType::Q4_1 | BlockType::Q5_1) {
                 data[start + 2..start + 4].copy_from_slice(&(0xa400 + rng.random_range(0..0x200u16)).to_le_bytes());
@@ -182,4 +196,33 @@ fn half_precision_weights_are_dequantized() {
         Ok(())
     })
     .unwrap();
+}
+
+/// A model in several files is that in one, from any of them or from their directory.
+#[test]
+fn split_files_are_one_model() {
+    let scratch = Scratch::new("gguf-split");
+    let whole = scratch.0.join("model.gguf");
+    write_model(&whole);
+    let expected = run(&whole, 1, false);
+    let directory = scratch.0.join("split");
+    std::fs::create_dir(&directory).unwrap();
+    let mut rng = StdRng::seed_from_u64(3);
+    let all = tensors();
+    let names = ["model-00001-of-00002.gguf", "model-00002-of-00002.gguf"];
+    for (number, (name, part)) in names.iter().zip([&all[..5], &all[5..]]).enumerate() {
+        write_file(&directory.join(name), part, &[("split.no", number as u32), ("split.count", 2)], &mut rng);
+    }
+    for path in [directory.clone(), directory.join(names[0]), directory.join(names[1])] {
+        let found = run(&path, 2, true);
+        let (error, size) = difference(&found.prompt, &expected.prompt);
+        assert!(error <= 1e-4 * size, "{}: {error} of {size}", path.display());
+    }
+    let refused = |path: &Path| shardwise::checkpoint::open(path).unwrap_err().to_string();
+    std::fs::copy(directory.join(names[0]), scratch.0.join("renamed.gguf")).unwrap();
+    assert!(refused(&scratch.0.join("renamed.gguf")).contains("file 1 of 2"));
+    std::fs::copy(directory.join(names[0]), directory.join(names[1])).unwrap();
+    assert!(refused(&directory).contains("needed file 2 of 2"));
+    std::fs::remove_file(directory.join(names[1])).unwrap();
+    assert!(refused(&directory).contains(names[1]));
 }

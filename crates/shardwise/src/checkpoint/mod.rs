@@ -50,6 +50,7 @@ mod torch;
 mod torch_optim;
 mod value;
 mod verify;
+mod weight_index;
 mod write;
 mod zip;
 

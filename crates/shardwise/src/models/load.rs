@@ -26,8 +26,8 @@ use crate::tensor::DTensor;
 ///
 /// Quantized weights of a GGUF file are dequantized; [`LoadOptions::keep_quantized`] keeps them as they are.
 ///
-/// The directory has a `config.json` of a known family and its weights: `model.safetensors`, several files with
-/// `model.safetensors.index.json`, or `pytorch_model.bin`, from which nothing is executed.
+/// The directory has a `config.json` of a known family and its weights: `model.safetensors` or `pytorch_model.bin`, or several
+/// files with `model.safetensors.index.json` or `pytorch_model.bin.index.json`. Nothing in them is executed.
 ///
 /// Collective: all ranks of the world of the mesh must call it. Each rank reads only the bytes of its shards; ranks exchange
 /// fingerprints and errors, so that what is wrong on one rank is the error of all.
@@ -239,14 +239,14 @@ fn as_hf(catalog: Catalog) -> Result<Catalog> {
 
 /// The file or directory with the weights of a model directory.
 fn weights_in(path: &Path) -> Result<PathBuf> {
-    if path.join("model.safetensors.index.json").exists() {
-        return Ok(path.to_path_buf());
-    }
-    let names = ["model.safetensors", "pytorch_model.bin"];
-    let found = names.iter().map(|name| path.join(name)).find(|file| file.exists());
-    found.ok_or_else(|| {
+    let names =
+        ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"];
+    let found = names.into_iter().find(|name| path.join(name).exists());
+    // With an index, the files of the directory are the checkpoint.
+    let weights = found.map(|name| if name.ends_with(".json") { path.to_path_buf() } else { path.join(name) });
+    weights.ok_or_else(|| {
         let found = format!("no weights in {}", path.display());
-        let needed = "model.safetensors, model.safetensors.index.json with its files, or pytorch_model.bin";
+        let needed = "model.safetensors or pytorch_model.bin, or the index of either with its files";
         ErrorKind::path(path).error::<Error>("model directory", found, needed, "download the weights again")
     })
 }
