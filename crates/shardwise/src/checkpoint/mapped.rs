@@ -50,7 +50,7 @@ pub(crate) fn read_mapped(catalog: &Catalog, meta: TensorMeta, boxes: &[MappedBo
         return Ok(whole.reshape(meta.shape.as_slice())?);
     }
     let dtype = meta.dtype;
-    let whole = Assembly::new(meta)?;
+    let whole = Assembly::kept(meta)?;
     for mapped in boxes {
         let size = catalog.tensor(&mapped.key)?.element.size_in_bytes();
         for (stored, offsets, sizes) in mapped.pieces(size) {
@@ -74,7 +74,7 @@ pub(crate) fn read_mapped_blocks(
     if meta.elem_count() == 0 {
         return Ok(placeholder(&meta)?);
     }
-    let whole = Assembly::new(meta)?;
+    let whole = Assembly::kept(meta)?;
     for mapped in boxes {
         let tensor = catalog.tensor(&mapped.key)?;
         for (stored, offsets, sizes) in mapped.pieces(tensor.element.size_in_bytes()) {
