@@ -21,8 +21,8 @@ pub struct LoadOptions {
     /// [`dtype`](Self::dtype). False by default.
     ///
     /// Linear layers and embeddings compute with the blocks as they are: a fraction of the memory and of the time of a token,
-    /// the same results up to rounding. Their shards begin and end between blocks. Other weights are expanded, and so are
-    /// those that are transposed or joined of several types, and all if `dtype` is not f32.
+    /// the same results up to rounding. Their shards begin and end between blocks. Other weights are expanded, and so
+    /// are transposed weights and ones joined of several types, and all if `dtype` is not f32.
     pub keep_quantized: bool,
     /// Unknown fields of `config.json` that are not errors, because they are known to change nothing.
     pub ignored_fields: Vec<String>,
