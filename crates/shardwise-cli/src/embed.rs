@@ -109,7 +109,7 @@ struct EmbedJob {
 pub(crate) fn run(options: &EmbedOptions) -> Result<()> {
     let job = processes::all_ok(prepare(options))?;
     if options.dry {
-        return print_loads(&loads(&job.path, &job.mesh, job.dtype)?, options.json);
+        return print_loads(&loads(&job.path, &job.mesh, job.dtype, false)?, options.json);
     }
     shardwise_mpi::launch(job.mesh.size(), move |world| on_rank(&world, &job))
 }

@@ -40,6 +40,26 @@ fn bench_redistribute_prints_one_json_object_per_case() {
 }
 
 #[test]
+fn bench_decode_prints_one_json_object_per_case() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../shardwise/tests/conformance/data/models/llama_gqa");
+    let sizes = ["--ranks", "1,3", "--threads", "1", "--tokens", "4", "--runs", "2"];
+    let output = shardwise(&[&["bench", "decode", model, "--json"], &sizes[..]].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    assert_eq!(rows.iter().map(|row| row["world"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 3]);
+    for row in &rows {
+        assert!(row["weights"] == "f32" && row["tokens_per_s"].as_f64().unwrap() > 0.0, "{row}");
+        let (rate, memory) = (row["gbps"].as_f64().unwrap(), row["memory_gbps"].as_f64().unwrap());
+        assert!((row["bandwidth_share"].as_f64().unwrap() - rate / memory).abs() < 1e-9, "{row}");
+    }
+    // The shards of all ranks, with what is replicated.
+    assert!(rows[1]["weight_bytes"].as_u64() >= rows[0]["weight_bytes"].as_u64(), "{text}");
+    let refused = shardwise(&["bench", "decode", "/no/such/model"]);
+    assert!(!refused.status.success() && String::from_utf8_lossy(&refused.stderr).contains("/no/such/model"));
+}
+
+#[test]
 fn help_shows_examples_and_mistakes_are_explained() {
     let help = String::from_utf8(shardwise(&["bench", "collectives", "--help"]).stdout).unwrap();
     assert!(help.contains("Examples:") && help.contains("--ranks"), "{help}");

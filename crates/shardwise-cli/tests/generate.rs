@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 
 use command::{Place, json, shardwise, succeeds};
+use shardwise_test_suites::public_models::public_model;
 
 /// A model directory of the test data.
 fn model(name: &str) -> String {
@@ -193,4 +194,32 @@ fn bad_inputs_are_reported_once_and_clearly() {
         assert!(parts.iter().all(|part| message.contains(part)), "{arguments:?}: {message}");
         assert_eq!((message.matches("error: ").count(), message.lines().count()), (1, 1), "{message}");
     }
+}
+
+#[test]
+fn quantized_weights_stay_so_on_request() {
+    let refused = shardwise(&["generate", &model("llama_gqa"), "--quantized", "--prompt", "x"]);
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && error.contains("without quantized weights"), "{error}");
+
+    let Some(path) = public_model("smollm2") else { return };
+    let (path, cases) = (path.to_str().unwrap(), recorded("smollm2"));
+    let case = cases["cases"].as_array().unwrap().iter().find(|case| case["messages"].is_null()).unwrap();
+    let arguments = ["generate", path, "--prompt", case["text"].as_str().unwrap(), "--max-tokens", "12"];
+    let found = json(&succeeds(&[&arguments[..], &["--quantized", "--mesh", "tp=2", "--json"]].concat()));
+    assert_eq!(found["tokens"].as_array().unwrap()[..], case["greedy"].as_array().unwrap()[..12]);
+    assert_eq!(found["quantized"], true);
+    let said = |extra: &[&str]| {
+        let output = shardwise(&[&arguments[..], extra].concat());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let (kept, expanded) = (said(&["--quantized"]), said(&[]));
+    assert!(kept.contains("211 of 272 weights stay quantized"), "{kept}");
+    assert!(expanded.contains("dequantized to f32"), "{expanded}");
+    // 98 MB in the file, 538 MB as f32.
+    let held = |extra: &[&str]| -> u64 {
+        let rows = objects(&[&["generate", path, "--dry", "--json", "--mesh", "tp=3"], extra].concat());
+        rows.iter().map(|row| row["tensor_bytes"].as_u64().unwrap()).sum()
+    };
+    assert!(held(&[]) > 538_000_000 && held(&["--quantized"]) < 100_000_000);
 }

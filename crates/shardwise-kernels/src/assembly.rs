@@ -49,6 +49,14 @@ impl Assembly {
         })
     }
 
+    /// As [`new`](Self::new), for a tensor that is kept and read often, such as a weight: in huge pages where the system has
+    /// them.
+    pub fn kept(meta: TensorMeta) -> Result<Self> {
+        let tensor = Self::new(meta)?;
+        tensor.memory.lock().iter().for_each(UninitBuffer::advise_for_reading);
+        Ok(tensor)
+    }
+
     /// Copies `block`, of any strides, into the box that begins at `offsets`.
     ///
     /// # Safety

@@ -196,6 +196,37 @@ fn an_encoder_loads_with_a_prefix_and_heads_of_other_tasks() {
 }
 
 #[test]
+fn files_of_torch_save_with_an_index_load_as_one_file_does() {
+    let changed = Changed::new("gpt2", "index");
+    let bin = changed.file("pytorch_model.bin");
+    let names: Vec<String> = shardwise::checkpoint::open(&bin).unwrap().tensors.into_keys().collect();
+    let parts = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"];
+    // Both files have all tensors: the index decides.
+    for part in parts {
+        std::fs::copy(&bin, changed.file(part)).unwrap();
+    }
+    std::fs::remove_file(&bin).unwrap();
+    let map: HashMap<&String, &str> = names.iter().enumerate().map(|(i, name)| (name, parts[i % 2])).collect();
+    let index = |map: Value| {
+        std::fs::write(changed.file("pytorch_model.bin.index.json"), json!({ "weight_map": map }).to_string()).unwrap();
+    };
+    index(json!(map));
+    let files = shardwise::checkpoint::open(&changed.0).unwrap();
+    assert_eq!(files.tensor(&names[1]).unwrap().chunks[0].file, parts[1]);
+    assert_close(&logits(&changed.0, 2).unwrap(), &logits(&recorded("gpt2"), 1).unwrap(), "two files");
+
+    let mut more = json!(map);
+    more["none.weight"] = json!(parts[0]);
+    index(more);
+    assert!(refused(&changed.0).to_string().contains("none.weight"));
+    index(json!({ "wte.weight": "../outside.bin" }));
+    assert!(refused(&changed.0).to_string().contains("outside.bin"));
+    index(json!(map));
+    std::fs::remove_file(changed.file(parts[1])).unwrap();
+    assert!(refused(&changed.0).to_string().contains(parts[1]));
+}
+
+#[test]
 fn exports_load_again_and_have_the_names_and_shapes_of_the_original() {
     let models = ["llama_gqa", "gpt2", "qwen3", "gemma2", "phi3", "gpt_neox", "mixtral", "qwen2_moe", "mistral"];
     // `scripts/check-hf-export` keeps the exports and gives them to transformers.

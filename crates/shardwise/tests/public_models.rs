@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde_json::Value;
 use shardwise::generate::{CachedPredictor, Generation, Sampling};
-use shardwise::models::{self, Pooling, load_tokenizer};
+use shardwise::models::{self, LoadOptions, Pooling, load_tokenizer};
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;
 use shardwise::text::{ChatOptions, Message};
@@ -24,10 +24,16 @@ fn ids(value: &Value) -> Vec<u32> {
 }
 
 /// Generates both prompts as one batch.
-fn greedy_on(path: PathBuf, ranks: usize, prompts: Arc<Vec<Vec<u32>>>) -> Vec<(Vec<u32>, String)> {
+fn greedy_on(
+    path: PathBuf,
+    ranks: usize,
+    keep_quantized: bool,
+    prompts: Arc<Vec<Vec<u32>>>,
+) -> Vec<(Vec<u32>, String)> {
     launch(ranks, move |world| {
         let mesh = world.mesh([("tp", ranks)])?;
-        let model = models::load(&path, &mesh, TensorParallel::new("tp"))?;
+        let options = LoadOptions { keep_quantized, ..LoadOptions::default() };
+        let (model, _) = models::load_with(&path, &mesh, TensorParallel::new("tp"), &options)?;
         let sampling = Sampling::greedy().tokens(40);
         let mut generation = Generation::new(CachedPredictor::new(&model)?, model.tokenizer()?, &prompts, sampling)?;
         let mut texts = vec![String::new(); prompts.len()];
@@ -62,11 +68,13 @@ fn smollm2_gives_the_recorded_tokens_on_1_to_4_ranks() {
         prompts.push(prompt);
     }
     let prompts = Arc::new(prompts);
-    for ranks in 1..=4 {
-        let found = greedy_on(path.clone(), ranks, Arc::clone(&prompts));
+    let dequantized = (1..=4).map(|ranks| (ranks, false));
+    for (ranks, keep_quantized) in dequantized.chain((1..=3).map(|ranks| (ranks, true))) {
+        let found = greedy_on(path.clone(), ranks, keep_quantized, Arc::clone(&prompts));
         for ((tokens, text), case) in found.iter().zip(cases) {
-            assert_eq!(*tokens, ids(&case["greedy"]), "{} on {ranks} rank(s)", case["id"]);
-            assert_eq!(text, case["greedy_text"].as_str().unwrap(), "{} on {ranks} rank(s)", case["id"]);
+            let label = format!("{} on {ranks} rank(s), quantized in memory: {keep_quantized}", case["id"]);
+            assert_eq!(*tokens, ids(&case["greedy"]), "{label}");
+            assert_eq!(text, case["greedy_text"].as_str().unwrap(), "{label}");
         }
     }
 }

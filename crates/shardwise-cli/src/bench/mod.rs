@@ -3,6 +3,7 @@
 mod ckpt;
 mod case;
 mod collectives;
+mod decode;
 mod dispatch;
 mod kernels;
 #[cfg(feature = "mpi")]
@@ -20,6 +21,8 @@ pub(crate) enum Bench {
     Ckpt(ckpt::BenchCkptOptions),
     /// Latency and throughput of collectives, compared with memcpy
     Collectives(collectives::BenchCollectivesOptions),
+    /// Tokens per second of a language model, compared with the memory bandwidth
+    Decode(decode::BenchDecodeOptions),
     /// Overhead of operators over plain candle operations, and the cost of first calls
     Dispatch(dispatch::BenchDispatchOptions),
     /// Operators on large tensors of one rank, compared with memcpy and the peak of the processor
@@ -40,6 +43,7 @@ impl Bench {
         match self {
             Bench::Ckpt(options) => ckpt::run(&options),
             Bench::Collectives(options) => collectives::run(&options),
+            Bench::Decode(options) => decode::run(&options),
             Bench::Dispatch(options) => dispatch::run(&options),
             Bench::Kernels(options) => kernels::run(&options),
             Bench::Redistribute(options) => redistribute::run(&options),

@@ -9,7 +9,7 @@ use shardwise::plan::{DataParallel, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
 
 use super::job::GenerateJob;
-use super::source::SourceKind;
+use super::source::{SourceKind, StoredForm};
 use crate::ckpt::LoadRow;
 use crate::output::RowPrinter;
 
@@ -19,12 +19,13 @@ pub(super) fn print(job: &GenerateJob, json: bool) -> Result<()> {
         let fix = "use `shardwise ckpt dry-load` for its checkpoint";
         return Err(ErrorKind::Unsupported.error("dry run", found, "a model directory or GGUF file", fix));
     };
-    print_loads(&loads(path, &job.mesh, job.source.dtype)?, json)
+    let kept = job.source.stored == StoredForm::KeptQuantized;
+    print_loads(&loads(path, &job.mesh, job.source.dtype, kept)?, json)
 }
 
 /// What each rank of a mesh would read and hold.
-pub(crate) fn loads(path: &Path, mesh: &Mesh, dtype: DType) -> Result<Vec<RankLoad>> {
-    let options = LoadOptions { dtype, ..LoadOptions::default() };
+pub(crate) fn loads(path: &Path, mesh: &Mesh, dtype: DType, keep_quantized: bool) -> Result<Vec<RankLoad>> {
+    let options = LoadOptions { dtype, keep_quantized, ..LoadOptions::default() };
     match (mesh.axis("tp").is_ok(), mesh.axis("dp").is_ok()) {
         (true, true) => dry_load_model(path, mesh, TensorParallel::new("tp").and(DataParallel::new(["dp"])), &options),
         (true, false) => dry_load_model(path, mesh, TensorParallel::new("tp"), &options),

@@ -34,7 +34,7 @@ rank; the default mesh for N processes is tp=N, and the first process reads and 
 
 Examples:
   shardwise generate SmolLM2-135M-Instruct --prompt 'The capital of' --mesh tp=3
-  shardwise generate model.gguf --chat
+  shardwise generate model.gguf --chat --quantized
   shardwise generate model --chat --prompt 'What is a mesh?' --max-tokens 64
   shardwise generate model --batch prompts.txt --mesh dp=2 --json
   shardwise generate model --prompt Hello --temperature 0.7 --top-p 0.9
@@ -90,6 +90,9 @@ pub(crate) struct GenerateOptions {
     /// Data type of the weights in memory [default: f32; for a trained model that of its checkpoint]
     #[arg(long)]
     dtype: Option<WeightDtype>,
+    /// Keep weights of a GGUF file quantized in memory: less memory, more tokens per second; otherwise they are dequantized
+    #[arg(long, conflicts_with = "dtype")]
+    quantized: bool,
     /// Print what each rank would read and hold, and load nothing
     #[arg(long, conflicts_with_all = ["prompt", "chat", "batch"])]
     dry: bool,
@@ -144,7 +147,7 @@ fn prepare(options: &GenerateOptions) -> Result<GenerateJob> {
         eos: None,
     };
     over(&Sampling::greedy()).check()?;
-    let source = GenerationSource::open(&options.model, options.dtype)?;
+    let source = GenerationSource::open(&options.model, options.dtype, options.quantized)?;
     let mesh = processes::mesh(options.mesh.as_deref(), "tp=1", "tp")?;
     let sampling = over(&source.usual_sampling()?);
     sampling.check()?;

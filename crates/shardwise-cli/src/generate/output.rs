@@ -7,6 +7,7 @@ use shardwise::generate::{GenerationStats, StopReason};
 use shardwise::prelude::*;
 
 use super::job::GenerateJob;
+use super::source::StoredForm;
 use crate::ckpt::inspect::size;
 
 /// A row of a batch, with the figures of the batch, as `--json` prints it.
@@ -22,6 +23,8 @@ pub(super) struct GeneratedRecord<'a> {
     pub(super) new_tokens: usize,
     pub(super) mesh: String,
     pub(super) dtype: &'static str,
+    /// Whether weights stay quantized in memory.
+    pub(super) quantized: bool,
     #[serde(flatten)]
     pub(super) figures: &'a Figures,
 }
@@ -89,6 +92,7 @@ pub(super) fn print_rows(job: &GenerateJob, rows: &[PrintedRow<'_>], figures: &F
                 new_tokens: generated.tokens.len(),
                 mesh: job.mesh.to_string(),
                 dtype: job.source.dtype.as_str(),
+                quantized: job.source.stored == StoredForm::KeptQuantized,
                 figures,
             };
             writeln!(out, "{}", serde_json::to_string(&record).map_err(Error::other)?)?;

@@ -11,7 +11,7 @@ use super::chat;
 use super::job::{GenerateJob, on_all_ranks};
 use super::output::{Figures, GeneratedText, PrintedRow, note, print_rows, stream};
 use super::prompts::{EncodedPrompt, Request};
-use super::source::SourceKind;
+use super::source::{SourceKind, StoredForm};
 use crate::ckpt::progress::byte_bar;
 use crate::train::checkpoints::load_model;
 
@@ -26,8 +26,12 @@ pub(super) fn on_rank(world: &World, job: &GenerateJob) -> Result<()> {
         SourceKind::Pretrained { path, .. } => {
             let model = load_shown(world, |options| {
                 options.dtype = job.source.dtype;
+                options.keep_quantized = job.source.stored == StoredForm::KeptQuantized;
                 load_planned(path, &mesh, &job.plan, options).map(|(model, _)| model)
             })?;
+            if world.rank() == 0 && !job.json {
+                note_weights(job, &model);
+            }
             let seconds = start.elapsed().as_secs_f64();
             match &job.request {
                 Request::Nothing => Ok(()),
@@ -49,6 +53,20 @@ pub(super) fn on_rank(world: &World, job: &GenerateJob) -> Result<()> {
             let rows = prompts.chunks(1).enumerate();
             rows.into_iter().try_for_each(|(i, row)| batch(world, job, row, i, seconds, predictor))
         }
+    }
+}
+
+/// Says whether weights stay quantized, if the file has such ones.
+fn note_weights(job: &GenerateJob, model: &PretrainedModel) {
+    let params = model.named_parameters();
+    let kept = params.iter().filter(|(_, param)| param.dtype() == DType::U8).count();
+    match job.source.stored {
+        StoredForm::Plain => {}
+        StoredForm::Dequantized => note(&format!(
+            "quantized weights were dequantized to {}; --quantized keeps them as they are",
+            job.source.dtype.as_str()
+        )),
+        StoredForm::KeptQuantized => note(&format!("{kept} of {} weights stay quantized", params.len())),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use shardwise::checkpoint;
+use shardwise::checkpoint::{self, Format};
 use shardwise::error::ErrorKind;
 use shardwise::generate::Sampling;
 use shardwise::models::{DataParallelMode, ModelConfig, ParallelismConfig, PretrainedConfig, load_tokenizer};
@@ -21,6 +21,37 @@ pub(super) struct GenerationSource {
     pub(super) tokenizer: Tokenizer,
     /// Type of the weights in memory.
     pub(super) dtype: DType,
+    pub(super) stored: StoredForm,
+}
+
+/// How the weights are stored, and what becomes of them in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum StoredForm {
+    /// Plain elements.
+    Plain,
+    /// Quantized; expanded when they are loaded.
+    Dequantized,
+    /// Quantized, in memory too.
+    KeptQuantized,
+}
+
+impl StoredForm {
+    /// What the options ask for.
+    fn of(path: &Path, keep_quantized: bool) -> Result<Self> {
+        let is_quantized = checkpoint::open(path).is_ok_and(|catalog| {
+            catalog.format == Format::Gguf && catalog.tensors.values().any(|tensor| tensor.quantization().is_some())
+        });
+        match (is_quantized, keep_quantized) {
+            (false, false) => Ok(StoredForm::Plain),
+            (true, false) => Ok(StoredForm::Dequantized),
+            (true, true) => Ok(StoredForm::KeptQuantized),
+            (false, true) => {
+                let found = format!("{}, without quantized weights", path.display());
+                let needed = "a GGUF file with quantized weights";
+                Err(ErrorKind::Argument.error("--quantized", found, needed, "leave the option out"))
+            }
+        }
+    }
 }
 
 pub(super) enum SourceKind {
@@ -32,12 +63,18 @@ pub(super) enum SourceKind {
 
 impl GenerationSource {
     /// Reads configuration and tokenizer.
-    pub(super) fn open(path: &Path, dtype: Option<WeightDtype>) -> Result<Self> {
+    pub(super) fn open(path: &Path, dtype: Option<WeightDtype>, keep_quantized: bool) -> Result<Self> {
         if model_dir::is_trained(path) {
             let ModelDir { config, tokenizer, lora, checkpoint } = model_dir::read(path)?;
-            let stored = checkpoint::open(&checkpoint)?.tensor("model.tokens.weight")?.element.dtype();
-            let dtype = dtype.map_or(stored.unwrap_or(DType::F32), WeightDtype::dtype);
-            return Ok(GenerationSource { kind: SourceKind::Trained { config, lora, checkpoint }, tokenizer, dtype });
+            let saved = checkpoint::open(&checkpoint)?.tensor("model.tokens.weight")?.element.dtype();
+            let dtype = dtype.map_or(saved.unwrap_or(DType::F32), WeightDtype::dtype);
+            let stored = StoredForm::of(&checkpoint, keep_quantized)?;
+            return Ok(GenerationSource {
+                kind: SourceKind::Trained { config, lora, checkpoint },
+                tokenizer,
+                dtype,
+                stored,
+            });
         }
         let config = pretrained_config(path)?;
         if config.is_encoder() {
@@ -47,7 +84,8 @@ impl GenerationSource {
         }
         let kind = SourceKind::Pretrained { path: path.to_path_buf(), config: Box::new(config) };
         let dtype = dtype.map_or(DType::F32, WeightDtype::dtype);
-        Ok(GenerationSource { kind, tokenizer: load_tokenizer(path)?, dtype })
+        let stored = StoredForm::of(path, keep_quantized)?;
+        Ok(GenerationSource { kind, tokenizer: load_tokenizer(path)?, dtype, stored })
     }
 
     pub(super) fn is_trained(&self) -> bool {

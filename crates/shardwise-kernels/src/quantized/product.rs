@@ -12,7 +12,7 @@ use crate::error::{ErrorKind, Result};
 use crate::parallel::{SharedPtr, over_ranges};
 use crate::simd::{self, Kernel};
 use crate::typed_slice::{filled_by, with_slice};
-use crate::{batched_matmul, concat, with_bytes};
+use crate::{batched_matmul, concat, contiguous, with_bytes};
 
 /// With more rows than this a matrix is expanded to f32 first: reading blocks once for four rows costs as much as expanding
 /// and multiplying does with about this many.
@@ -31,6 +31,7 @@ const EXPANDED_ROWS: usize = 256;
 /// [`ErrorKind::Shape`] or [`ErrorKind::DType`] if the operands are not of these shapes and types.
 pub fn quantized_matmul(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let block = block_type(weight)?;
+    let weight = &contiguous(weight)?;
     let [out, blocks, _] = *weight.dims() else { unreachable!("checked by block_type") };
     let (leading, last) = x.dims().split_at(x.dims().len().saturating_sub(2));
     if last != [blocks, block.elements()] || x.dtype() != DType::F32 {
@@ -46,8 +47,9 @@ pub fn quantized_matmul(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     if rows > MAX_ROWS && out > 0 {
         let x = x.reshape((rows, columns))?;
         let parts = (0..out).step_by(EXPANDED_ROWS).map(|first| {
-            let part = dequantize(&weight.narrow(0, first, EXPANDED_ROWS.min(out - first))?)?;
-            batched_matmul(&x, &part.reshape(((), columns))?.t()?, 0, 1)
+            let count = EXPANDED_ROWS.min(out - first);
+            let part = dequantize(&weight.narrow(0, first, count)?)?;
+            batched_matmul(&x, &part.reshape((count, columns))?.t()?, 0, 1)
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
         return Ok(concat(&parts, 1)?.reshape(shape)?);
@@ -76,6 +78,7 @@ pub fn quantized_matmul(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// [`ErrorKind::Shape`] or [`ErrorKind::DType`] if it is no tensor of blocks.
 pub fn dequantize(blocks: &Tensor) -> Result<Tensor> {
     let block = block_type(blocks)?;
+    let blocks = &contiguous(blocks)?;
     let mut shape = blocks.dims().to_vec();
     shape.pop();
     let count: usize = shape.iter().product();

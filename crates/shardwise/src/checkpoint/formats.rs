@@ -27,8 +27,8 @@ formats! {
     Native native::Native, "Shardwise's own format: safetensors files, and a manifest with checksums of every block.";
     Dcp dcp::Dcp, "PyTorch's distributed checkpoint (DCP): `.metadata` and `.distcp` files.";
     HuggingFace hf::HuggingFace, "Hugging Face safetensors: one file, several with an index, or one per rank. Holds tensors only.";
-    Gguf gguf::Gguf, "A GGUF file of llama.cpp, quantized or not. Read only.";
-    Torch torch::Torch, "A single `torch.save` file. Read only.";
+    Gguf gguf::Gguf, "A GGUF file of llama.cpp, or several that it was split into, quantized or not. Read only.";
+    Torch torch::Torch, "A `torch.save` file, or several with `pytorch_model.bin.index.json`. Read only.";
 }
 
 /// Custom formats, in the order of registration.

@@ -13,7 +13,8 @@ use super::element::ElementType;
 use super::files::Files;
 use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
 use super::safetensors::{self, UniqueMap, is_safetensors, read_header};
-use super::stored::{Chunk, Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor, check_file_name};
+use super::stored::{Chunk, Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor};
+use super::weight_index::{missing_tensor, read_weight_index};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
@@ -24,13 +25,6 @@ pub(super) struct HuggingFace;
 const INDEX: &str = "model.safetensors.index.json";
 /// The header entry with the offsets of the boxes in the file, in PyTorch's form.
 const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
-/// Longest index that is read: a bound on what a hostile file can make a reader allocate.
-const MAX_INDEX: u64 = 1 << 28;
-
-#[derive(Deserialize)]
-struct WeightIndex {
-    weight_map: UniqueMap<String>,
-}
 
 #[derive(Serialize, Deserialize)]
 struct SavedOffsets {
@@ -44,13 +38,7 @@ fn contents(files: &Files) -> Result<Contents> {
     };
     let index = match files.single_file().is_none() && files.size(INDEX).is_some() {
         false => None,
-        true => {
-            let bytes = files.read_small(INDEX, MAX_INDEX)?;
-            let index: WeightIndex =
-                serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "an index with a weight_map"))?;
-            index.weight_map.0.values().try_for_each(|name| check_file_name(name))?;
-            Some(index.weight_map.0)
-        }
+        true => Some(read_weight_index(files, INDEX)?),
     };
     let names: BTreeSet<String> = match (files.single_file(), &index) {
         (Some(name), _) => BTreeSet::from([name.to_string()]),
@@ -83,8 +71,7 @@ fn contents(files: &Files) -> Result<Contents> {
         }
     }
     if let Some(missing) = index.iter().flatten().map(|(key, _)| key).find(|key| !found.contains_key(*key)) {
-        let found = format!("no tensor {missing:?} in the file that the index lists for it");
-        return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "all tensors of the index", INCOMPLETE));
+        return Err(missing_tensor(missing, INCOMPLETE));
     }
     let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), tensor_of_chunks(&key, chunks)?)));
     Ok(Contents { tensors: tensors.collect::<Result<_>>()?, ..Contents::default() })

@@ -353,7 +353,7 @@ fn read_tensor(
         [] => placeholder(&meta)?,
         [single] => read_box(files, key, stored, &single.global, dtype)?,
         several => {
-            let whole = Assembly::new(meta)?;
+            let whole = Assembly::kept(meta)?;
             for OwnedBox { global, local_offsets, .. } in several {
                 // SAFETY: one thread; the boxes are disjoint.
                 unsafe { whole.paste(&read_box(files, key, stored, global, dtype)?, local_offsets) };
@@ -385,7 +385,7 @@ pub(super) fn read_box(
     dtype: DType,
 ) -> Result<Tensor> {
     if stored.element.dtype() == Some(dtype) {
-        let memory = Assembly::new(TensorMeta { shape: part.sizes.clone(), dtype })?;
+        let memory = Assembly::kept(TensorMeta { shape: part.sizes.clone(), dtype })?;
         let length = part.volume() * dtype.size_in_bytes();
         // SAFETY: the memory is `length` bytes long and not shared; it is zeroed before it is seen as bytes, and any bit
         // pattern is an element of these types.

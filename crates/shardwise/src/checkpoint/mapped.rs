@@ -1,11 +1,12 @@
 //! Reading a tensor whose elements are in boxes of several stored tensors: split, joined, transposed or converted.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::catalog::Catalog;
 use super::load::read_box;
 use crate::error::Result;
 use crate::layout::{TensorBox, TensorMeta};
+use shardwise_kernels::quantized::BlockType;
 use shardwise_kernels::{Assembly, placeholder};
 
 /// A box of a tensor that is read, and the box of a stored tensor that has its elements.
@@ -23,12 +24,16 @@ pub(crate) struct MappedBox {
     pub(crate) sizes: Vec<usize>,
 }
 
-/// Bytes of files that are held at a time while elements are converted or transposed.
+/// Bytes that are held beside a tensor while elements are converted or transposed.
 pub(crate) const MAPPED_BUFFER: usize = 16 << 20;
+
+/// Bytes of files that are read at a time: they are held as bytes, as elements and in the type of the tensor, which is up to
+/// four times as wide.
+const PIECE: usize = MAPPED_BUFFER / 8;
 
 /// Reads a tensor from boxes that make it up. Local.
 ///
-/// A single box in the right order and type is read into the tensor directly; otherwise at most [`MAPPED_BUFFER`] bytes are
+/// A single box in the right order and type is read into the tensor directly; otherwise about [`MAPPED_BUFFER`] bytes are
 /// held beside the tensor, or one row if that is larger.
 pub(crate) fn read_mapped(catalog: &Catalog, meta: TensorMeta, boxes: &[MappedBox]) -> Result<Tensor> {
     if meta.elem_count() == 0 {
@@ -45,13 +50,41 @@ pub(crate) fn read_mapped(catalog: &Catalog, meta: TensorMeta, boxes: &[MappedBo
         return Ok(whole.reshape(meta.shape.as_slice())?);
     }
     let dtype = meta.dtype;
-    let whole = Assembly::new(meta)?;
+    let whole = Assembly::kept(meta)?;
     for mapped in boxes {
         let size = catalog.tensor(&mapped.key)?.element.size_in_bytes();
         for (stored, offsets, sizes) in mapped.pieces(size) {
             let piece = piece(catalog, mapped, &stored, &sizes, dtype)?;
             // SAFETY: one thread; pieces are disjoint, of the tensor's type, and inside it.
             unsafe { whole.paste(&piece, &offsets) };
+        }
+    }
+    // SAFETY: the caller's boxes make up the tensor.
+    Ok(unsafe { whole.finish() })
+}
+
+/// Reads quantized blocks from boxes that make up a matrix: u8 `[rows, blocks, bytes of a block]`. Local. Boxes are in
+/// elements, are not transposed, and begin and end between blocks; `meta` is that of the result.
+pub(crate) fn read_mapped_blocks(
+    catalog: &Catalog,
+    block: BlockType,
+    meta: TensorMeta,
+    boxes: &[MappedBox],
+) -> Result<Tensor> {
+    if meta.elem_count() == 0 {
+        return Ok(placeholder(&meta)?);
+    }
+    let whole = Assembly::kept(meta)?;
+    for mapped in boxes {
+        let tensor = catalog.tensor(&mapped.key)?;
+        for (stored, offsets, sizes) in mapped.pieces(tensor.element.size_in_bytes()) {
+            let shape = [sizes[0], sizes[1] / block.elements(), block.bytes()];
+            let mut bytes = shardwise_kernels::reserve(shape.iter().product())?;
+            bytes.resize(shape.iter().product(), 0u8);
+            catalog.files.read_blocks(&mapped.key, tensor, block, &stored, &mut bytes)?;
+            let piece = Tensor::from_vec(bytes, &shape, &Device::Cpu)?;
+            // SAFETY: one thread; pieces are disjoint, of the tensor's type, and inside it.
+            unsafe { whole.paste(&piece, &[offsets[0], offsets[1] / block.elements(), 0]) };
         }
     }
     // SAFETY: the caller's boxes make up the tensor.
@@ -71,7 +104,7 @@ impl MappedBox {
             return vec![(self.stored.clone(), self.offsets.clone(), self.sizes.clone())];
         };
         let row = (self.stored.volume() / rows.max(1) * element).max(1);
-        let step = (MAPPED_BUFFER / row).clamp(1, rows.max(1));
+        let step = (PIECE / row).clamp(1, rows.max(1));
         // The dimension of the tensor that the first stored one is: the last two change places if transposed.
         let dim = self.sizes.len() - self.stored.sizes.len() + usize::from(self.transposed);
         let piece = |from: usize| {

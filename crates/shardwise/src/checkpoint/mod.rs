@@ -50,6 +50,7 @@ mod torch;
 mod torch_optim;
 mod value;
 mod verify;
+mod weight_index;
 mod write;
 mod zip;
 
@@ -65,7 +66,7 @@ pub use files::{Files, LoadReport};
 pub use format::{CheckpointFormat, FileRole, FileToWrite, Format, FormatWriter, ValueStorage, WrittenFile};
 pub(crate) use load::load_consistent;
 pub use load::{load, load_placed, load_reporting};
-pub(crate) use mapped::{MAPPED_BUFFER, MappedBox, read_mapped};
+pub(crate) use mapped::{MAPPED_BUFFER, MappedBox, read_mapped, read_mapped_blocks};
 pub use model_part::ModelPart;
 pub use open::open;
 pub use parts::{Named, Restore, RestoreParts, Stateful, StatefulParts, load_into, named, save_from, save_from_with};

@@ -53,7 +53,7 @@ impl Files {
         Ok(())
     }
 
-    fn read_runs(&self, chunk: &Chunk, runs: &ByteRuns, into: &mut [u8]) -> Result<()> {
+    pub(super) fn read_runs(&self, chunk: &Chunk, runs: &ByteRuns, into: &mut [u8]) -> Result<()> {
         if runs.bytes >= SHORT_RUN || runs.step() > FAR_APART {
             return runs.for_each(|source, target| {
                 self.read(&chunk.file, chunk.offset + source, &mut into[target..target + runs.bytes])

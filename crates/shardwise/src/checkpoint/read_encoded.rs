@@ -2,10 +2,11 @@
 
 use shardwise_kernels::quantized::BlockType;
 
+use super::encoding::ChunkEncoding;
 use super::files::Files;
 use super::read::{ByteRuns, FAR_APART, SHORT_RUN, WINDOW};
-use super::stored::Chunk;
-use crate::error::Result;
+use super::stored::{Chunk, StoredTensor};
+use crate::error::{ErrorKind, Result};
 use crate::layout::TensorBox;
 
 /// Elements that are expanded at a time: their `f32` fit into the cache of a core.
@@ -44,6 +45,50 @@ impl Files {
             Ok(())
         })?;
         Ok(reader.blocks_used * bytes)
+    }
+
+    /// Fills `into` with a box of a quantized tensor as it is stored: `[.., blocks, bytes of a block]`. `part` is in elements
+    /// and begins and ends between blocks.
+    pub(super) fn read_blocks(
+        &self,
+        key: &str,
+        tensor: &StoredTensor,
+        block: BlockType,
+        part: &TensorBox,
+        into: &mut [u8],
+    ) -> Result<()> {
+        let elements = block.elements();
+        let refused = |found: String| {
+            let needed = format!("rows of whole {block} blocks, {elements} elements each");
+            Err(ErrorKind::Argument.error("quantized tensor", found, needed, "read it as f32"))
+        };
+        // A block is an element of as many bytes.
+        let in_blocks = |part: &TensorBox| {
+            let mut scaled = part.clone();
+            let last = scaled.sizes.len() - 1;
+            let is_whole = part.offsets[last].is_multiple_of(elements) && part.sizes[last].is_multiple_of(elements);
+            scaled.offsets[last] /= elements;
+            scaled.sizes[last] /= elements;
+            is_whole.then_some(scaled)
+        };
+        let Some(target) = (!part.sizes.is_empty()).then(|| in_blocks(part)).flatten() else {
+            return refused(format!("a box of sizes {:?} at {:?} of {key:?}", part.sizes, part.offsets));
+        };
+        for chunk in &tensor.chunks {
+            let Some(both) = chunk.part.intersect(part) else { continue };
+            let mut strides = chunk.strides();
+            let is_row_major = strides.pop() == Some(1) && chunk.encoding == Some(ChunkEncoding::Quantized(block));
+            let (Some(scaled), Some(both), true) = (in_blocks(&chunk.part), in_blocks(&both), is_row_major) else {
+                return refused(format!("a chunk of {key:?} with strides {:?}", chunk.strides()));
+            };
+            let strides = strides.iter().map(|stride| stride / elements).chain([1]).collect();
+            let scaled = Chunk { part: scaled, strides: Some(strides), ..chunk.clone() };
+            self.check_first(&chunk.file)?;
+            let runs = ByteRuns::new(&scaled, &both, &target, block.bytes());
+            self.read_runs(chunk, &runs, into)?;
+            self.count(key, (both.volume() * block.bytes()) as u64, false);
+        }
+        Ok(())
     }
 
     /// Subtracts 1 from the `f32` elements of the runs that were just read.

@@ -81,6 +81,22 @@ impl StoredTensor {
         self.chunks.iter().map(|chunk| chunk.stored_bytes(self.element)).fold(0, u64::saturating_add)
     }
 
+    /// Number of bytes of files that a box takes: whole blocks where it is quantized.
+    pub fn box_bytes(&self, part: &TensorBox) -> u64 {
+        let of_chunk = |chunk: &Chunk| {
+            let Some(both) = chunk.part.intersect(part) else { return 0 };
+            let (volume, strides) = (both.volume() as u64, chunk.strides());
+            let Some(ChunkEncoding::Quantized(block)) = chunk.encoding else {
+                return volume.saturating_mul(self.element.size_in_bytes() as u64);
+            };
+            let Some(inner) = strides.iter().rposition(|&stride| stride == 1) else { return block.bytes() as u64 };
+            let (first, size) = (both.offsets[inner] - chunk.part.offsets[inner], both.sizes[inner]);
+            let blocks = (first + size).div_ceil(block.elements()) - first / block.elements();
+            volume / (size.max(1) as u64) * (blocks * block.bytes()) as u64
+        };
+        self.chunks.iter().map(of_chunk).fold(0, u64::saturating_add)
+    }
+
     /// The blocks that all chunks are stored in, if the tensor is quantized.
     pub fn quantization(&self) -> Option<BlockType> {
         let block = |chunk: &Chunk| match chunk.encoding {

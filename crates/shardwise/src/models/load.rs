@@ -1,63 +1,33 @@
 //! Loading model directories: each rank reads the bytes of its own shards.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::panic::Location;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 
 use super::encoder::Encoder;
+use super::load_options::LoadOptions;
 use super::model::ModelSpec;
-use super::names::{WeightName, WeightNames};
 use super::pretrained::{PretrainedConfig, PretrainedModel};
 use super::source::gguf_file;
-use crate::checkpoint::{Catalog, Format, LoadReport, MappedBox, RankLoad, gguf, load_consistent, open, read_mapped};
+use super::stored_weights::StoredWeights;
+use crate::checkpoint::{Catalog, Format, LoadReport, RankLoad, gguf, load_consistent, open};
 use crate::comm::{DeviceMesh, DryWorld, all_ok};
 use crate::error::{Error, ErrorKind, Result, Site};
-use crate::layout::{Layout, OwnedBox, TensorMeta};
+use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::nn::{Builder, Module};
 use crate::param::Param;
 use crate::plan::{ShardingPlan, ShardingPlanner, shard_module};
 use crate::tensor::DTensor;
 
-/// Options of [`load_with`] and [`load_encoder_with`].
-///
-/// ```
-/// use shardwise::models::LoadOptions;
-/// use shardwise::prelude::*;
-///
-/// let options = LoadOptions { dtype: DType::BF16, ..LoadOptions::default() };
-/// ```
-#[derive(Clone)]
-pub struct LoadOptions {
-    /// Type of the weights in memory, in which the model computes; f32 by default, whatever the files have.
-    #[doc(alias = "torch_dtype")]
-    pub dtype: DType,
-    /// Unknown fields of `config.json` that are not errors, because they are known to change nothing.
-    pub ignored_fields: Vec<String>,
-    /// Unknown tensors that are not errors: exact names.
-    pub ignored_tensors: Vec<String>,
-    /// Called on this rank after every parameter with the bytes that it has read so far, and all that it will read.
-    pub progress: Option<ProgressFn>,
-}
-
-/// Bytes that a rank has read so far, and all that it will read.
-pub type ProgressFn = Arc<dyn Fn(u64, u64) + Send + Sync>;
-
-impl Default for LoadOptions {
-    fn default() -> Self {
-        LoadOptions { dtype: DType::F32, ignored_fields: Vec::new(), ignored_tensors: Vec::new(), progress: None }
-    }
-}
-
 /// Loads a causal language model from a directory in Hugging Face's form or from a GGUF file, sharded as a planner decides.
 ///
-/// Quantized weights of a GGUF file are dequantized.
+/// Quantized weights of a GGUF file are dequantized; [`LoadOptions::keep_quantized`] keeps them as they are.
 ///
-/// The directory has a `config.json` of a known family and its weights: `model.safetensors`, several files with
-/// `model.safetensors.index.json`, or `pytorch_model.bin`, from which nothing is executed.
+/// The directory has a `config.json` of a known family and its weights: `model.safetensors` or `pytorch_model.bin`, or several
+/// files with `model.safetensors.index.json` or `pytorch_model.bin.index.json`. Nothing in them is executed.
 ///
 /// Collective: all ranks of the world of the mesh must call it. Each rank reads only the bytes of its shards; ranks exchange
 /// fingerprints and errors, so that what is wrong on one rank is the error of all.
@@ -171,6 +141,7 @@ pub fn dry_load_model(
         let names = config.stored_names_of(&params.iter().cloned().collect(), &catalog);
         let shapes = shapes_of(module);
         let found = StoredWeights::find(&catalog, &config, &names, &shapes, options)?;
+        let found = if stay_quantized(options) { found.keep_quantized(module) } else { found };
         mesh.mesh().ranks().iter().map(|&rank| found.rank_load(rank, &layouts, options.dtype)).collect()
     };
     in_dry_world(mesh, |mesh| {
@@ -231,14 +202,15 @@ impl ModelSource {
             let catalog = &as_hf(catalog.clone())?;
             let names = self.config.stored_names_of(&params, catalog);
             let found = StoredWeights::find(catalog, &self.config, &names, &shapes, options)?;
+            let found = if stay_quantized(options) { found.keep_quantized(&module) } else { found };
             let layouts = params.iter().map(|(path, param)| (path.clone(), param.layout())).collect();
             let rank = mesh.world().rank();
             let total = found.rank_load(rank, &layouts, options.dtype)?.read_bytes as u64;
             let mut done = 0;
             let mut loaded = Vec::new();
             for (path, param) in &params {
-                let layout = layouts[path].reduced();
-                let (local, bytes) = found.read(catalog, path, &layout, rank, options.dtype)?;
+                let layout = found.held_layout(path, &layouts[path])?;
+                let (local, bytes) = found.read(path, &layout, rank, options.dtype)?;
                 done += bytes;
                 loaded.push((param.clone(), DTensor::from_parts(mesh, layout, local)));
                 if let Some(progress) = &options.progress {
@@ -249,10 +221,15 @@ impl ModelSource {
         };
         let (loaded, report) = load_consistent(mesh.world(), &self.weights, site, &read)?;
         for (param, value) in loaded {
-            param.set(&value)?;
+            if value.shape() == param.shape() { param.set(&value)? } else { param.set_quantized(&value)? }
         }
         Ok((module, report))
     }
+}
+
+/// Whether weights that are quantized in files are so in memory. Blocks are expanded to f32 where they are used.
+fn stay_quantized(options: &LoadOptions) -> bool {
+    options.keep_quantized && options.dtype == DType::F32
 }
 
 /// The catalog with the names and shapes of Hugging Face, which a GGUF file has not.
@@ -262,14 +239,14 @@ fn as_hf(catalog: Catalog) -> Result<Catalog> {
 
 /// The file or directory with the weights of a model directory.
 fn weights_in(path: &Path) -> Result<PathBuf> {
-    if path.join("model.safetensors.index.json").exists() {
-        return Ok(path.to_path_buf());
-    }
-    let names = ["model.safetensors", "pytorch_model.bin"];
-    let found = names.iter().map(|name| path.join(name)).find(|file| file.exists());
-    found.ok_or_else(|| {
+    let names =
+        ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"];
+    let found = names.into_iter().find(|name| path.join(name).exists());
+    // With an index, the files of the directory are the checkpoint.
+    let weights = found.map(|name| if name.ends_with(".json") { path.to_path_buf() } else { path.join(name) });
+    weights.ok_or_else(|| {
         let found = format!("no weights in {}", path.display());
-        let needed = "model.safetensors, model.safetensors.index.json with its files, or pytorch_model.bin";
+        let needed = "model.safetensors or pytorch_model.bin, or the index of either with its files";
         ErrorKind::path(path).error::<Error>("model directory", found, needed, "download the weights again")
     })
 }
@@ -282,159 +259,4 @@ fn in_dry_world<T: Send>(mesh: &Mesh, body: impl Fn(&DeviceMesh) -> Result<T> + 
 
 fn shapes_of(module: &dyn Module) -> BTreeMap<String, Vec<usize>> {
     module.named_parameters().into_iter().map(|(path, param)| (path, param.shape())).collect()
-}
-
-/// The tensors of a checkpoint that hold the parameters of a model.
-struct StoredWeights<'a> {
-    catalog: &'a Catalog,
-    /// Per path of a parameter the tensors with parts of it: name in the file, entry of the table, position of the path in it.
-    parts: BTreeMap<&'a str, Vec<(String, &'a WeightName, usize)>>,
-    shapes: &'a BTreeMap<String, Vec<usize>>,
-}
-
-impl<'a> StoredWeights<'a> {
-    /// Finds all weights; an error names all tensors that are missing, unknown or of another shape.
-    fn find(
-        catalog: &'a Catalog,
-        config: &PretrainedConfig,
-        names: &'a WeightNames,
-        shapes: &'a BTreeMap<String, Vec<usize>>,
-        options: &LoadOptions,
-    ) -> Result<Self> {
-        let family = config.family();
-        let mut parts: BTreeMap<&str, Vec<(String, &WeightName, usize)>> = BTreeMap::new();
-        let (mut missing, mut wrong, mut used) = (Vec::new(), Vec::new(), BTreeSet::new());
-        for weight in &names.0 {
-            let with = format!("{}{}", family.prefix, weight.name);
-            let without = weight.name.strip_prefix(family.prefix);
-            let spellings = [Some(weight.name.as_str()), without, Some(with.as_str())];
-            let Some(key) = spellings.into_iter().flatten().find(|name| catalog.tensors.contains_key(*name)) else {
-                missing.push(weight.name.clone());
-                continue;
-            };
-            used.insert(key.to_string());
-            let needed = weight.stored_shape(&shapes_at(weight, shapes));
-            let found = &catalog.tensors[key].shape;
-            if *found != needed {
-                wrong.push((key.to_string(), found.clone(), needed));
-            }
-            for (part, path) in weight.paths.iter().enumerate() {
-                parts.entry(path).or_default().push((key.to_string(), weight, part));
-            }
-        }
-        let known = |name: &str| {
-            let bare = name.strip_prefix(family.prefix).unwrap_or(name);
-            let mut ignored = family.ignored_tensors.iter().copied();
-            // A tied head may be stored; the embedding is used.
-            used.contains(name)
-                || ignored.any(|pattern| matches_text(pattern, name) || matches_text(pattern, bare))
-                || options.ignored_tensors.iter().any(|ignored| ignored == name)
-                || shapes.get("head.weight").is_none() && matches!(bare, "lm_head.weight" | "embed_out.weight")
-        };
-        let unexpected: Vec<String> = catalog.tensors.keys().filter(|name| !known(name)).cloned().collect();
-        if let Some((name, found, needed)) = wrong.first() {
-            let more = if wrong.len() > 1 { format!(", and {} more", wrong.len() - 1) } else { String::new() };
-            return Err(ErrorKind::shape(found).error(
-                "weights",
-                format!("tensor {name:?} of shape {found:?}{more}"),
-                format!("{needed:?}, as config.json says"),
-                "use the config.json that belongs to these weights",
-            ));
-        }
-        if missing.is_empty() && unexpected.is_empty() {
-            return Ok(StoredWeights { catalog, parts, shapes });
-        }
-        let found = format!(
-            "{} missing tensor(s){}, {} unknown tensor(s){}",
-            missing.len(),
-            listed(&missing),
-            unexpected.len(),
-            listed(&unexpected)
-        );
-        let needed = format!("the tensors of a model of kind {}, as config.json says", family.model_type);
-        let fix = "use the config.json that belongs to these weights, or `LoadOptions::ignored_tensors`";
-        Err(ErrorKind::State { missing, unexpected }.error("weights", found, needed, fix))
-    }
-
-    /// The boxes of files that a rank needs for its local part of a parameter.
-    fn boxes(&self, path: &str, owned: &OwnedBox) -> Vec<MappedBox> {
-        let mut boxes = Vec::new();
-        for (key, weight, part) in self.parts.get(path).into_iter().flatten() {
-            let shapes = shapes_at(weight, self.shapes);
-            for found in weight.boxes_of(*part, &shapes, &owned.global) {
-                let from_start = found.offsets.iter().zip(&owned.global.offsets).map(|(a, b)| a - b);
-                let offsets = from_start.zip(&owned.local_offsets).map(|(inside, local)| inside + local).collect();
-                boxes.push(MappedBox {
-                    key: key.clone(),
-                    stored: found.stored,
-                    transposed: weight.transposed && found.sizes.len() == 2,
-                    offsets,
-                    sizes: found.sizes,
-                });
-            }
-        }
-        boxes
-    }
-
-    /// Reads this rank's part of a parameter; also returns how many bytes of files that took.
-    fn read(&self, catalog: &Catalog, path: &str, layout: &Layout, rank: usize, dtype: DType) -> Result<(Tensor, u64)> {
-        let boxes: Vec<MappedBox> = layout.boxes_of(rank).iter().flat_map(|owned| self.boxes(path, owned)).collect();
-        let meta = TensorMeta { shape: layout.local_shape(rank), dtype };
-        Ok((read_mapped(catalog, meta, &boxes)?, self.bytes(&boxes) as u64))
-    }
-
-    fn bytes(&self, boxes: &[MappedBox]) -> usize {
-        let size = |mapped: &MappedBox| self.catalog.tensors[&mapped.key].element.size_in_bytes();
-        boxes.iter().map(|mapped| mapped.stored.volume() * size(mapped)).sum()
-    }
-
-    /// What a rank would read and hold with these layouts.
-    fn rank_load(&self, rank: usize, layouts: &BTreeMap<String, Layout>, dtype: DType) -> Result<RankLoad> {
-        let mut load = RankLoad { rank, tensor_bytes: 0, read_bytes: 0, peak_bytes: 0, chunks: 0, files: 0 };
-        let mut files = BTreeSet::new();
-        for (path, layout) in layouts {
-            let layout = layout.reduced();
-            load.tensor_bytes += layout.local_shape(rank).iter().product::<usize>() * dtype.size_in_bytes();
-            for owned in layout.boxes_of(rank) {
-                let boxes = self.boxes(path, &owned);
-                load.read_bytes += self.bytes(&boxes);
-                for mapped in boxes {
-                    for chunk in &self.catalog.tensors[&mapped.key].chunks {
-                        if chunk.part.intersect(&mapped.stored).is_some() {
-                            load.chunks += 1;
-                            files.insert(chunk.file.as_str());
-                        }
-                    }
-                }
-            }
-        }
-        load.files = files.len();
-        load.peak_bytes = load.tensor_bytes + crate::checkpoint::MAPPED_BUFFER;
-        Ok(load)
-    }
-}
-
-/// The shapes of the parameters of an entry of the table.
-fn shapes_at(weight: &WeightName, shapes: &BTreeMap<String, Vec<usize>>) -> Vec<Vec<usize>> {
-    weight.paths.iter().map(|path| shapes[path].clone()).collect()
-}
-
-/// The first few of some names, for messages.
-fn listed(names: &[String]) -> String {
-    const SHOWN: usize = 6;
-    if names.is_empty() {
-        return String::new();
-    }
-    let shown: Vec<String> = names.iter().take(SHOWN).map(|name| format!("{name:?}")).collect();
-    format!(" ({}{})", shown.join(", "), if names.len() > SHOWN { ", ..." } else { "" })
-}
-
-/// Whether a text matches a pattern in which `*` stands for any text.
-fn matches_text(pattern: &str, text: &str) -> bool {
-    match pattern.split_once('*') {
-        None => pattern == text,
-        Some((start, rest)) => text.strip_prefix(start).is_some_and(|text| {
-            (0..=text.len()).filter(|&i| text.is_char_boundary(i)).any(|i| matches_text(rest, &text[i..]))
-        }),
-    }
 }

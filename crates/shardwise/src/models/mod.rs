@@ -33,12 +33,14 @@ mod hf;
 mod language;
 mod llama;
 mod load;
+mod load_options;
 mod model;
 mod names;
 mod peft;
 mod plans;
 mod pretrained;
 mod source;
+mod stored_weights;
 mod weights;
 
 pub use cache::KvCache;
@@ -49,9 +51,8 @@ pub use gpt::{Gpt, GptBlock, GptConfig};
 pub use hf::{check_export, export_hf};
 pub use language::LanguageModel;
 pub use llama::{Llama, LlamaBlock, LlamaConfig};
-pub use load::{
-    LoadOptions, ProgressFn, dry_load_model, load, load_encoder, load_encoder_with, load_planned, load_with,
-};
+pub use load::{dry_load_model, load, load_encoder, load_encoder_with, load_planned, load_with};
+pub use load_options::{LoadOptions, ProgressFn};
 pub use model::{Model, ModelSpec};
 pub use names::{RowOrder, WeightName, WeightNames};
 pub use peft::{load_adapter, lora_targets, save_adapter};

@@ -6,7 +6,8 @@ use crate::checkpoint::gguf;
 use crate::error::{ErrorKind, Result};
 use crate::text::{TextFiles, Tokenizer};
 
-/// The GGUF file at a path: the file itself, or the only one in a directory without a `config.json`.
+/// The GGUF file at a path: the file itself, or the only one in a directory without a `config.json`. Of a model in several files
+/// any stands for all.
 pub(super) fn gguf_file(path: &Path) -> Option<PathBuf> {
     if path.is_file() {
         return path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf")).then(|| path.to_path_buf());
@@ -15,8 +16,10 @@ pub(super) fn gguf_file(path: &Path) -> Option<PathBuf> {
         return None;
     }
     let files = std::fs::read_dir(path).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-    let mut found = files.filter_map(|file| gguf_file(&file).filter(|_| file.is_file()));
-    found.next().filter(|_| found.next().is_none())
+    let mut found: Vec<PathBuf> = files.filter_map(|file| gguf_file(&file).filter(|_| file.is_file())).collect();
+    found.sort();
+    let first = found.first()?;
+    (gguf::parts_of(first) == found).then(|| first.clone())
 }
 
 /// Reads the tokenizer of a model directory, or that in a GGUF file. Local.

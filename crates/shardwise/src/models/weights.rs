@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::model::Model;
 use super::names::{RowOrder, StoredRows, WeightName};
@@ -44,12 +44,23 @@ pub fn export(model: &dyn Model) -> Result<BTreeMap<String, Tensor>> {
     Ok(weights)
 }
 
-/// Looks up a parameter; a module that was replaced may have none at the path.
+/// Looks up a parameter; a module that was replaced may have none at the path, and files have no quantized ones.
 pub(super) fn parameter<'a>(params: &'a BTreeMap<String, Param>, path: &str) -> Result<&'a Param> {
-    params.get(path).ok_or_else(|| {
+    let Some(param) = params.get(path) else {
         let found = format!("no parameter at `{path}`");
-        ErrorKind::Model.error("model", found, "the model as it was built", "export before modules are replaced")
-    })
+        return Err(ErrorKind::Model.error(
+            "model",
+            found,
+            "the model as it was built",
+            "export before modules are replaced",
+        ));
+    };
+    if param.dtype() == DType::U8 {
+        let found = format!("quantized blocks {:?} at `{path}`", param.shape());
+        let fix = "load the model without `LoadOptions::keep_quantized`";
+        return Err(ErrorKind::dtype(DType::U8).error("model", found, "floating-point weights", fix));
+    }
+    Ok(param)
 }
 
 /// Sets the weights of a model from full tensors by the names that files use ([`Model::weight_names`]).

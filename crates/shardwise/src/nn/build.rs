@@ -9,11 +9,10 @@ use super::init::Init;
 use super::module::{Buffer, Hooks, Module, ModuleItem, join};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, nearest};
-use crate::layout::{Layout, TensorMeta};
+use crate::layout::Layout;
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
-use shardwise_kernels::placeholder;
 
 /// Chooses layouts by path and shape.
 type LayoutFn = Arc<dyn Fn(&str, &[usize]) -> Result<Layout> + Send + Sync>;
@@ -196,8 +195,7 @@ impl Builder {
         let layout = (self.layout_of)(&path, shape)?;
         self.built.lock().push(path);
         if self.zeros {
-            let meta = TensorMeta { shape: layout.local_shape(self.mesh.world().rank()), dtype: self.dtype };
-            return Ok(DTensor::from_parts(&self.mesh, layout, placeholder(&meta)?));
+            return DTensor::unallocated(&self.mesh, layout, self.dtype);
         }
         init.create_in(&layout, self.dtype, &self.mesh)
     }

@@ -99,18 +99,13 @@ struct TensorValue {
     /// Whether the memory of `held` was allocated for this tensor alone, and no other tensor has been given it since.
     is_exclusive: AtomicBool,
     origin: Origin,
-}
-
-impl TensorValue {
-    /// Bytes of the local part.
-    fn bytes(&self) -> usize {
-        self.held.elem_count() * self.held.dtype().size_in_bytes()
-    }
+    /// Bytes that the rank's memory counts for it.
+    counted: usize,
 }
 
 impl Drop for TensorValue {
     fn drop(&mut self) {
-        self.mesh.world().memory().release(self.bytes());
+        self.mesh.world().memory().release(self.counted);
     }
 }
 
@@ -125,6 +120,19 @@ impl DTensor {
     /// Combines a layout with a local part whose type may be wider than `dtype`, the type of the tensor.
     fn from_terms(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType, origin: Origin) -> Self {
         debug_assert_eq!(held.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
+        let counted = held.elem_count() * held.dtype().size_in_bytes();
+        Self::counted_as(counted, mesh, layout, held, dtype, origin)
+    }
+
+    fn counted_as(
+        counted: usize,
+        mesh: &DeviceMesh,
+        layout: Layout,
+        held: Tensor,
+        dtype: DType,
+        origin: Origin,
+    ) -> Self {
+        mesh.world().memory().take(counted);
         let value = TensorValue {
             id: TensorId::next(),
             mesh: mesh.clone(),
@@ -134,9 +142,18 @@ impl DTensor {
             rounded: OnceLock::new(),
             is_exclusive: AtomicBool::new(false),
             origin,
+            counted,
         };
-        mesh.world().memory().take(value.bytes());
         DTensor { value: Arc::new(value), tape: None }
+    }
+
+    /// Zeros that are replaced before they are used: no memory is allocated, and none is counted except in a dry run, where
+    /// they stand for what replaces them.
+    pub(crate) fn unallocated(mesh: &DeviceMesh, layout: Layout, dtype: DType) -> Result<Self> {
+        let meta = TensorMeta { shape: layout.local_shape(mesh.world().rank()), dtype };
+        let counted = if mesh.world().is_dry() { meta.bytes() } else { 0 };
+        let origin = Origin::leaf(hash_of(&(&layout, dtype as u8)), layout.shape());
+        Ok(Self::counted_as(counted, mesh, layout, placeholder(&meta)?, dtype, origin))
     }
 
     /// Combines a layout with a computed local part of a possibly wider floating-point type: that is kept while a partial sum,

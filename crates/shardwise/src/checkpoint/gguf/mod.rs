@@ -10,13 +10,13 @@ mod header;
 mod metadata;
 mod pre_tokenizer;
 mod rope;
+mod split;
 mod tokenizer;
 mod view;
 
 pub use view::{HfView, open_as_hf};
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::encoding::ChunkEncoding;
 use super::files::Files;
@@ -37,7 +37,7 @@ impl CheckpointFormat for Gguf {
     }
 
     fn about(&self) -> &'static str {
-        "A GGUF file (read only)"
+        "A GGUF file, or several of one model (read only)"
     }
 
     fn detect(&self, files: &Files) -> bool {
@@ -48,30 +48,48 @@ impl CheckpointFormat for Gguf {
     }
 
     fn open(&self, files: &Files) -> Result<Contents> {
-        let name = file_name(files)?;
-        let header = GgufHeader::read(files, &name)?;
-        let mut tensors = BTreeMap::new();
-        for tensor in header.tensors {
-            let (element, encoding) = match tensor.stored {
-                StoredType::Plain(element) => (element, None),
-                StoredType::Blocks(block) => (super::ElementType::F32, Some(ChunkEncoding::Quantized(block))),
-            };
-            let part = TensorBox { offsets: vec![0; tensor.shape.len()], sizes: tensor.shape.clone() };
-            let file = name.clone();
-            let chunk = Chunk { part, file, offset: tensor.offset, strides: None, crc32: None, blocks: None, encoding };
-            tensors.insert(tensor.name, StoredTensor { element, shape: tensor.shape, chunks: vec![chunk] });
+        let names = split::parts(&file_name(files)?);
+        let mut all = Contents::default();
+        for (index, name) in names.iter().enumerate() {
+            let header = GgufHeader::read(files, name)?;
+            split::check(name, &header.values, index, names.len())?;
+            // The first file describes the model.
+            if index == 0 {
+                all.values = header.values;
+            }
+            for tensor in header.tensors {
+                let (element, encoding) = match tensor.stored {
+                    StoredType::Plain(element) => (element, None),
+                    StoredType::Blocks(block) => (super::ElementType::F32, Some(ChunkEncoding::Quantized(block))),
+                };
+                let part = TensorBox { offsets: vec![0; tensor.shape.len()], sizes: tensor.shape.clone() };
+                let (file, offset) = (name.clone(), tensor.offset);
+                let chunk = Chunk { part, file, offset, strides: None, crc32: None, blocks: None, encoding };
+                let stored = StoredTensor { element, shape: tensor.shape, chunks: vec![chunk] };
+                if all.tensors.insert(tensor.name.clone(), stored).is_some() {
+                    let found = format!("tensor {:?} in {name:?} and in a file before it", tensor.name);
+                    let fix = "the files do not belong together; copy them again";
+                    return Err(ErrorKind::Damaged.error("GGUF checkpoint", found, "each tensor once", fix));
+                }
+            }
         }
-        Ok(Contents { tensors, values: header.values, paths: BTreeMap::new() })
+        Ok(all)
     }
 
     fn owns(&self, _: &str) -> bool {
         false
     }
 
-    /// The checkpoint is a single file: other files of its directory do not matter.
+    /// The checkpoint is a single file, or those it was split into: other files of its directory do not matter.
     fn belongs(&self, _: &str) -> bool {
         true
     }
+}
+
+/// The files of the model that a GGUF file is a part of: the file alone, or all parts of a split.
+pub(crate) fn parts_of(path: &Path) -> Vec<PathBuf> {
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    split::parts(&name).iter().map(|part| path.with_file_name(part)).collect()
 }
 
 fn is_gguf(name: &str) -> bool {
@@ -83,7 +101,7 @@ fn has_magic(files: &Files, name: &str) -> bool {
     files.size(name).is_some_and(|size| size >= 4) && files.read(name, 0, &mut magic).is_ok() && magic == MAGIC
 }
 
-/// The name of the GGUF file: the one that was opened, or the only one of the directory.
+/// The name of the GGUF file: the one that was opened, or the only one of the directory, or the first of those of one model.
 fn file_name(files: &Files) -> Result<String> {
     if let Some(name) = files.single_file() {
         return Ok(name.to_string());
@@ -91,6 +109,7 @@ fn file_name(files: &Files) -> Result<String> {
     let names: Vec<String> = files.names()?.into_iter().filter(|name| is_gguf(name)).collect();
     match names.as_slice() {
         [name] => Ok(name.clone()),
+        [first, ..] if split::parts(first) == names => Ok(first.clone()),
         several => {
             let found = format!("{} in {}", several.join(", "), files.directory().display());
             Err(ErrorKind::path(files.directory()).error(

@@ -1,0 +1,35 @@
+//! The index of weights in several files, in Hugging Face's form: which tensor is in which file.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::files::Files;
+use super::safetensors::UniqueMap;
+use super::stored::{NOT_A_CHECKPOINT, check_file_name};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Longest index that is read: a bound on what a hostile file can make a reader allocate.
+const MAX_INDEX: u64 = 1 << 28;
+
+#[derive(Deserialize)]
+struct WeightIndex {
+    weight_map: UniqueMap<String>,
+}
+
+/// Reads an index: file names by tensor. The names are those of files inside the directory.
+pub(super) fn read_weight_index(files: &Files, name: &str) -> Result<BTreeMap<String, String>> {
+    let bytes = files.read_small(name, MAX_INDEX)?;
+    let index: WeightIndex = serde_json::from_slice(&bytes).map_err(|error| -> Error {
+        let found = format!("{name}: {error}");
+        ErrorKind::Damaged.error("index of weights", found, "an index with a weight_map", NOT_A_CHECKPOINT)
+    })?;
+    index.weight_map.0.values().try_for_each(|name| check_file_name(name))?;
+    Ok(index.weight_map.0)
+}
+
+/// The error for a tensor that the index lists and the files lack.
+pub(super) fn missing_tensor(missing: &str, fix: &str) -> Error {
+    let found = format!("no tensor {missing:?} in the file that the index lists for it");
+    ErrorKind::Damaged.error("index of weights", found, "all tensors of the index", fix)
+}
