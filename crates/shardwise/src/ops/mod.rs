@@ -1,7 +1,9 @@
 //! The operators of [`DTensor`](crate::DTensor), one family per file: methods, sharding rule, kernel, gradient. [`ops`] lists them all.
 
 mod accumulate;
+mod activation;
 mod affine;
+mod arrange;
 mod attention;
 mod band;
 mod binary;
@@ -9,7 +11,9 @@ mod channel_norm;
 mod contraction;
 mod convolution;
 mod custom_elementwise;
+mod data_dependent;
 mod derivative;
+mod distance;
 mod dropout;
 mod dtype;
 mod einsum;
@@ -22,6 +26,7 @@ mod join;
 mod linear_activation;
 mod lookup;
 mod loss;
+mod margin_loss;
 mod masked;
 mod narrow;
 mod normalization;
@@ -31,31 +36,47 @@ mod parametrized;
 mod quantized;
 mod reduce;
 mod residual;
+mod resample;
 mod reshape;
 mod scalar;
 mod scan;
 mod scan_gradient;
 mod scatter;
+mod scatter_reduce;
 mod sort;
+mod statistics;
 mod table;
 mod ternary;
 mod unary;
 mod view;
+mod windows;
 
 pub use attention::AttentionOptions;
 pub(crate) use attention::RotaryFrequencies;
 pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
 pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
+pub use data_dependent::Unique;
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
 pub use linear_activation::Activation;
-pub use lookup::EmbeddingBagMode;
+pub use lookup::{EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
 pub use loss::{LossOptions, Reduction};
+pub use margin_loss::{CtcOptions, NllOptions, TripletOptions};
 pub use override_rule::override_rule;
+pub use resample::{GridMode, GridPadding, InterpolateOptions, Interpolation, PadMode};
+pub use scatter_reduce::ScatterReduce;
+pub use statistics::{QuantileInterpolation, Spacing};
 pub use table::{OpEntry, PlacementRule, SampleInput};
+pub use windows::PoolOptions;
 
 /// Iterates over all operators, with sample inputs: what tests and `shardwise ops` enumerate.
 pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
     OPS.iter().flat_map(|family| family.iter())
+}
+
+/// Iterates over the operators that are composed of others, with sample inputs: what they refuse and communicate is what their parts
+/// do, so that tests of rules and bounds take [`ops`], and tests of values and gradients take both.
+pub fn composed_ops() -> impl Iterator<Item = &'static OpEntry> {
+    COMPOSED_OPS.iter().flat_map(|family| family.iter())
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
@@ -87,4 +108,19 @@ static OPS: [&[OpEntry]; 27] = [
     attention::OPS,
     convolution::OPS,
     convolution::POOLING_OPS,
+];
+
+/// Composed operators by family.
+static COMPOSED_OPS: [&[OpEntry]; 11] = [
+    activation::OPS,
+    arrange::OPS,
+    scatter_reduce::OPS,
+    lookup::COMPOSED_OPS,
+    dropout::COMPOSED_OPS,
+    windows::OPS,
+    resample::OPS,
+    margin_loss::OPS,
+    distance::OPS,
+    statistics::OPS,
+    data_dependent::OPS,
 ];
