@@ -6,7 +6,8 @@
 //! `crates/shardwise-mpi/tests/processes`).
 //!
 //! Test data: [`values`] and [`parameters`] for tensors with known elements, [`vectors`] for the vectors recorded from
-//! PyTorch and [`torch_ops`] for the table of operators that they name.
+//! PyTorch, [`torch_ops`] for the table of operators that most of them name, and [`torch_calls`] for PyTorch's operators in PyTorch's
+//! own call form.
 
 pub mod collectives;
 pub mod disagreements;
@@ -20,6 +21,7 @@ pub mod remote_shards;
 pub mod scratch;
 pub mod settings;
 pub mod torch_attributes;
+pub mod torch_calls;
 pub mod torch_ops;
 pub mod values;
 pub mod vectors;

@@ -6,6 +6,7 @@ mod dcp;
 mod grads;
 mod local_shards;
 mod models;
+mod opinfo;
 mod ops;
 mod optim;
 mod redistribute;
@@ -64,4 +65,9 @@ fn dcp() {
 #[test]
 fn models() {
     models::check();
+}
+
+#[test]
+fn opinfo() {
+    opinfo::run();
 }

@@ -1,0 +1,5 @@
+//! Fourier transforms with a real result, and windows.
+
+use super::calls::calls;
+
+calls! {}

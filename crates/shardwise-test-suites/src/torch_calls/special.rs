@@ -1,0 +1,5 @@
+//! Special functions of `torch.special`.
+
+use super::calls::calls;
+
+calls! {}
