@@ -2,7 +2,7 @@
 
 use candle_core::{Tensor, WithDType};
 
-use super::real::Real;
+use super::real::MatrixElement;
 use crate::error::Result;
 use crate::parallel::{SharedPtr, over_ranges};
 use crate::typed_slice::with_slice;
@@ -10,16 +10,16 @@ use crate::uninit_buffer::UninitBuffer;
 
 /// An operand: the batch dimensions and the elements of one item (a matrix, or a vector).
 #[derive(Debug, Clone)]
-pub(super) struct Operand<'a> {
+pub(super) struct MatrixOperand<'a> {
     batch: &'a [usize],
     item: &'a [usize],
 }
 
-impl<'a> Operand<'a> {
+impl<'a> MatrixOperand<'a> {
     /// Divides the dimensions of a tensor: the last `ndim` are one item.
     pub(super) fn new(x: &'a Tensor, ndim: usize) -> Self {
         let (batch, item) = x.dims().split_at(x.dims().len() - ndim);
-        Operand { batch, item }
+        MatrixOperand { batch, item }
     }
 
     pub(super) fn batch(&self) -> &'a [usize] {
@@ -67,7 +67,7 @@ pub(super) fn broadcast(operands: &[&[usize]]) -> Vec<usize> {
 /// Builds the tensors of a result: `real` and `whole` are the shapes of one item of each output, `cost` the work per item.
 ///
 /// `body` gets the number of an item and the memory of its outputs, which holds zeros.
-pub(super) fn over_items<T: Real, I: WithDType, const R: usize, const W: usize>(
+pub(super) fn over_items<T: MatrixElement, I: WithDType, const R: usize, const W: usize>(
     batch: &[usize],
     real: [&[usize]; R],
     whole: [&[usize]; W],
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(broadcast(&[&[], &[0, 1], &[5]]), [0, 5]);
         let of = [2, 3];
         let places = |batch: &[usize]| {
-            let operand = Operand { batch, item: &[1] };
+            let operand = MatrixOperand { batch, item: &[1] };
             (0..6).map(|at| operand.place(&of, at)).collect::<Vec<_>>()
         };
         assert_eq!(places(&[2, 1]), [0, 0, 0, 1, 1, 1]);

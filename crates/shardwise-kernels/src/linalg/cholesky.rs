@@ -2,8 +2,8 @@
 
 use candle_core::Tensor;
 
-use super::batch::{Operand, item, over_items};
-use super::real::{Real, with_real};
+use super::batch::{MatrixOperand, item, over_items};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::{dot, transposed};
 use crate::error::Result;
 use crate::typed_slice::with_slice;
@@ -16,7 +16,7 @@ use crate::typed_slice::with_slice;
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn cholesky(a: &Tensor, upper: bool) -> Result<(Tensor, Tensor)> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let n = of.size(1);
     with_real!(a.dtype(), T => with_slice::<T, _>(a, |elements| {
         let ([factor], [info]) =
@@ -35,7 +35,7 @@ pub fn cholesky(a: &Tensor, upper: bool) -> Result<(Tensor, Tensor)> {
 }
 
 /// Overwrites the lower triangle with its factor and the rest with zeros.
-fn factorize<T: Real>(a: &mut [T], n: usize) -> i32 {
+fn factorize<T: MatrixElement>(a: &mut [T], n: usize) -> i32 {
     for i in 0..n {
         let (above, row) = a.split_at_mut(i * n);
         let row = &mut row[..n];

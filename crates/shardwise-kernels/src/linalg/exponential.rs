@@ -2,8 +2,8 @@
 
 use candle_core::Tensor;
 
-use super::batch::{Operand, item, over_items};
-use super::real::{Real, with_real};
+use super::batch::{MatrixOperand, item, over_items};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::add_multiple;
 use crate::error::Result;
 use crate::linalg::lu;
@@ -35,7 +35,7 @@ const MAX_NORM: f64 = 5.371920351148152;
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn matrix_exp(a: &Tensor) -> Result<Tensor> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let n = of.size(1);
     with_real!(a.dtype(), T => with_slice::<T, _>(a, |elements| {
         let ([result], []) = over_items::<T, i32, 1, 0>(of.batch(), [&[n, n]], [], 40 * n * n * n, |at, [to], []| {
@@ -45,7 +45,7 @@ pub fn matrix_exp(a: &Tensor) -> Result<Tensor> {
     })?)
 }
 
-fn exponential<T: Real>(a: &[T], n: usize, to: &mut [T]) {
+fn exponential<T: MatrixElement>(a: &[T], n: usize, to: &mut [T]) {
     let sum_of_column = |j: usize| (0..n).map(|i| a[i * n + j].wide().abs()).sum::<f64>();
     // NaN is larger than any maximum here: it must not be passed over.
     let size =
@@ -87,7 +87,7 @@ fn exponential<T: Real>(a: &[T], n: usize, to: &mut [T]) {
 }
 
 /// The product of two square matrices.
-fn product<T: Real>(a: &[T], b: &[T], n: usize) -> Vec<T> {
+fn product<T: MatrixElement>(a: &[T], b: &[T], n: usize) -> Vec<T> {
     let mut c = vec![T::ZERO; n * n];
     for (row, to) in a.chunks_exact(n.max(1)).zip(c.chunks_exact_mut(n.max(1))) {
         for (&x, from) in row.iter().zip(b.chunks_exact(n.max(1))) {

@@ -5,8 +5,8 @@
 
 use candle_core::Tensor;
 
-use super::batch::{Operand, item, over_items, with_slices};
-use super::real::{Real, with_real};
+use super::batch::{MatrixOperand, item, over_items, with_slices};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::{add_multiple, dot, norm, scale, transposed};
 use crate::error::Result;
 use crate::typed_slice::with_slice;
@@ -17,7 +17,7 @@ use crate::typed_slice::with_slice;
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn qr(a: &Tensor, full: bool) -> Result<(Tensor, Tensor)> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let (m, n) = (of.size(2), of.size(1));
     let k = if full { m } else { m.min(n) };
     with_real!(a.dtype(), T => with_slice::<T, _>(a, |elements| {
@@ -37,7 +37,7 @@ pub fn qr(a: &Tensor, full: bool) -> Result<(Tensor, Tensor)> {
 
 /// Overwrites a matrix, given by its columns of `m` elements, with `R` on and above the diagonal and the vectors of the reflections
 /// below it; returns their factors.
-pub(super) fn reflect<T: Real>(columns: &mut [T], m: usize, n: usize) -> Vec<T> {
+pub(super) fn reflect<T: MatrixElement>(columns: &mut [T], m: usize, n: usize) -> Vec<T> {
     let mut taus = Vec::with_capacity(m.min(n));
     for j in 0..m.min(n) {
         let (head, rest) = columns.split_at_mut((j + 1) * m);
@@ -65,14 +65,14 @@ pub(super) fn reflect<T: Real>(columns: &mut [T], m: usize, n: usize) -> Vec<T> 
 }
 
 /// The vector of reflection `i` from row `i` on.
-fn vector<T: Real>(columns: &[T], m: usize, i: usize) -> Vec<T> {
+fn vector<T: MatrixElement>(columns: &[T], m: usize, i: usize) -> Vec<T> {
     let mut v = columns[i * m + i..(i + 1) * m].to_vec();
     v[0] = T::ONE;
     v
 }
 
 /// The first `k` columns of the product of the reflections.
-pub(super) fn product<T: Real>(columns: &[T], taus: &[T], m: usize, k: usize) -> Vec<T> {
+pub(super) fn product<T: MatrixElement>(columns: &[T], taus: &[T], m: usize, k: usize) -> Vec<T> {
     let mut q = vec![T::ZERO; k * m];
     (0..k.min(m)).for_each(|i| q[i * m + i] = T::ONE);
     for i in (0..taus.len()).rev() {
@@ -82,7 +82,7 @@ pub(super) fn product<T: Real>(columns: &[T], taus: &[T], m: usize, k: usize) ->
 }
 
 /// Applies reflection `i` to columns of `m` elements.
-fn apply<T: Real>(columns: &mut [T], m: usize, i: usize, v: &[T], tau: T) {
+fn apply<T: MatrixElement>(columns: &mut [T], m: usize, i: usize, v: &[T], tau: T) {
     for column in columns.chunks_exact_mut(m) {
         let along = dot(v, &column[i..]);
         add_multiple(&mut column[i..], -(tau * along), v);
@@ -94,7 +94,7 @@ fn apply<T: Real>(columns: &mut [T], m: usize, i: usize, v: &[T], tau: T) {
 /// # Errors
 /// If the types are others, or memory does not suffice.
 pub fn householder_product(a: &Tensor, tau: &Tensor) -> Result<Tensor> {
-    let (of, of_tau) = (Operand::new(a, 2), Operand::new(tau, 1));
+    let (of, of_tau) = (MatrixOperand::new(a, 2), MatrixOperand::new(tau, 1));
     let (m, n, count) = (of.size(2), of.size(1), of_tau.size(1));
     with_real!(a.dtype(), T => with_slices::<T, T, _>(a, tau, |a, tau| {
         let ([q], []) = over_items::<T, i32, 1, 0>(of.batch(), [&[m, n]], [], 2 * m * n * count, |at, [q], []| {
@@ -110,7 +110,7 @@ pub fn householder_product(a: &Tensor, tau: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As for [`householder_product`].
 pub fn householder_product_backward(a: &Tensor, tau: &Tensor, g: &Tensor) -> Result<(Tensor, Tensor)> {
-    let (of, of_tau) = (Operand::new(a, 2), Operand::new(tau, 1));
+    let (of, of_tau) = (MatrixOperand::new(a, 2), MatrixOperand::new(tau, 1));
     let (m, n, count) = (of.size(2), of.size(1), of_tau.size(1));
     with_real!(a.dtype(), T => with_slices::<T, T, _>(a, tau, |a, tau| with_slice::<T, _>(g, |g| {
         let cost = 6 * m * n * count;
@@ -128,7 +128,7 @@ pub fn householder_product_backward(a: &Tensor, tau: &Tensor, g: &Tensor) -> Res
 /// `gradient` is that of the result, by columns, and is overwritten.
 ///
 /// With `Q = L H R` for one reflection `H`, the gradient of `H` is `M = L^T G R^T`, of which only products with `v` are needed.
-fn product_backward<T: Real>(
+fn product_backward<T: MatrixElement>(
     columns: &[T],
     taus: &[T],
     m: usize,

@@ -3,8 +3,8 @@
 
 use candle_core::Tensor;
 
-use super::batch::{Operand, broadcast, item, over_items, with_slices};
-use super::real::{Real, with_real};
+use super::batch::{MatrixOperand, broadcast, item, over_items, with_slices};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::{add_multiple, swap_rows, two_rows};
 use crate::error::Result;
 use crate::typed_slice::with_slice;
@@ -15,7 +15,7 @@ use crate::typed_slice::with_slice;
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn ldl_factor(a: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let n = of.size(1);
     with_real!(a.dtype(), T => with_slice::<T, _>(a, |elements| {
         let ([ld], [pivots, info]) =
@@ -28,7 +28,7 @@ pub fn ldl_factor(a: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
 }
 
 /// Overwrites the lower triangle with the factors.
-fn factorize<T: Real>(a: &mut [T], n: usize, pivots: &mut [i32]) -> i32 {
+fn factorize<T: MatrixElement>(a: &mut [T], n: usize, pivots: &mut [i32]) -> i32 {
     // Bounds the growth of elements for blocks of one and of two rows alike (Bunch and Kaufman 1977).
     let alpha = T::narrow((1.0 + 17f64.sqrt()) / 8.0);
     let (mut k, mut info) = (0, 0);
@@ -86,7 +86,7 @@ fn factorize<T: Real>(a: &mut [T], n: usize, pivots: &mut [i32]) -> i32 {
 }
 
 /// Exchanges rows and columns `at < other` of the lower triangle from column `from` on.
-fn exchange_symmetric<T: Real>(a: &mut [T], n: usize, at: usize, other: usize, from: usize) {
+fn exchange_symmetric<T: MatrixElement>(a: &mut [T], n: usize, at: usize, other: usize, from: usize) {
     if at == other {
         return;
     }
@@ -103,7 +103,7 @@ fn exchange_symmetric<T: Real>(a: &mut [T], n: usize, at: usize, other: usize, f
 }
 
 /// Eliminates the block of rows `k` and `k + 1`.
-fn eliminate_two<T: Real>(a: &mut [T], n: usize, k: usize) {
+fn eliminate_two<T: MatrixElement>(a: &mut [T], n: usize, k: usize) {
     let (p, q, r) = (a[k * n + k], a[(k + 1) * n + k], a[(k + 1) * n + k + 1]);
     // Divided by the element beside the diagonal, the largest one: nothing overflows.
     let (p1, r1) = (p / q, r / q);
@@ -127,7 +127,7 @@ fn eliminate_two<T: Real>(a: &mut [T], n: usize, k: usize) {
 /// # Errors
 /// If the types are others, or memory does not suffice.
 pub fn ldl_solve(ld: &Tensor, pivots: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let (of_ld, of_pivots, of_b) = (Operand::new(ld, 2), Operand::new(pivots, 1), Operand::new(b, 2));
+    let (of_ld, of_pivots, of_b) = (MatrixOperand::new(ld, 2), MatrixOperand::new(pivots, 1), MatrixOperand::new(b, 2));
     let batch = broadcast(&[of_ld.batch(), of_b.batch()]);
     let (n, columns) = (of_ld.size(1), of_b.size(1));
     with_real!(ld.dtype(), T => with_slices::<T, T, _>(ld, b, |ld, b| with_slice::<i32, _>(pivots, |pivots| {
@@ -142,7 +142,7 @@ pub fn ldl_solve(ld: &Tensor, pivots: &Tensor, b: &Tensor) -> Result<Tensor> {
 }
 
 /// Overwrites right-hand sides with the solutions.
-fn solve_with<T: Real>(ld: &[T], n: usize, pivots: &[i32], x: &mut [T], columns: usize) {
+fn solve_with<T: MatrixElement>(ld: &[T], n: usize, pivots: &[i32], x: &mut [T], columns: usize) {
     let row = |pivot: i32| (pivot.unsigned_abs() as usize).clamp(1, n) - 1;
     let subtract = |x: &mut [T], i: usize, j: usize, factor: T| {
         let (to, from) = two_rows(x, columns, i, j);

@@ -2,8 +2,8 @@
 
 use candle_core::Tensor;
 
-use super::batch::{Operand, broadcast, item, over_items, with_slices};
-use super::real::{Real, with_real};
+use super::batch::{MatrixOperand, broadcast, item, over_items, with_slices};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::add_multiple;
 use super::svd::Svd;
 use super::symmetric::decompose;
@@ -25,7 +25,7 @@ pub struct Tolerance {
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn pseudo_inverse(a: &Tensor, tolerance: &Tolerance, hermitian: bool) -> Result<Tensor> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let (m, n) = (of.size(2), of.size(1));
     with_real!(a.dtype(), T => per_matrix::<T, _>(a, tolerance, |a, batch, limit| {
         let cost = 30 * m.max(n) * m.min(n).pow(2);
@@ -52,7 +52,7 @@ pub fn pseudo_inverse(a: &Tensor, tolerance: &Tolerance, hermitian: bool) -> Res
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn matrix_rank(a: &Tensor, tolerance: &Tolerance, hermitian: bool) -> Result<Tensor> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let (m, n) = (of.size(2), of.size(1));
     with_real!(a.dtype(), T => per_matrix::<T, _>(a, tolerance, |a, batch, limit| {
         let cost = 30 * m.max(n) * m.min(n).pow(2);
@@ -70,14 +70,14 @@ pub fn matrix_rank(a: &Tensor, tolerance: &Tolerance, hermitian: bool) -> Result
 }
 
 /// Runs `body` with the elements, the batch dimensions of the result, and the limit of every matrix.
-fn per_matrix<T: Real, R>(
+fn per_matrix<T: MatrixElement, R>(
     a: &Tensor,
     tolerance: &Tolerance,
     body: impl FnOnce(&[T], &[usize], &(dyn Fn(usize, &[T]) -> f64 + Sync)) -> Result<R>,
 ) -> Result<R> {
     let (absolute, relative) = (&tolerance.absolute, &tolerance.relative);
-    let batch = broadcast(&[Operand::new(a, 2).batch(), absolute.dims(), relative.dims()]);
-    let (of_absolute, of_relative) = (Operand::new(absolute, 0), Operand::new(relative, 0));
+    let batch = broadcast(&[MatrixOperand::new(a, 2).batch(), absolute.dims(), relative.dims()]);
+    let (of_absolute, of_relative) = (MatrixOperand::new(absolute, 0), MatrixOperand::new(relative, 0));
     with_slices::<f64, f64, _>(absolute, relative, |absolute, relative| {
         let limit = |at: usize, values: &[T]| {
             let largest = values.iter().fold(0.0, |most: f64, value| most.max(value.abs().wide()));
@@ -88,7 +88,7 @@ fn per_matrix<T: Real, R>(
 }
 
 /// The singular values of a matrix; of a symmetric one, its eigenvalues with their signs.
-fn singular<T: Real>(a: &[T], m: usize, n: usize, hermitian: bool) -> Svd<T> {
+fn singular<T: MatrixElement>(a: &[T], m: usize, n: usize, hermitian: bool) -> Svd<T> {
     if !hermitian {
         return Svd::new(a, m, n);
     }
@@ -107,7 +107,7 @@ fn singular<T: Real>(a: &[T], m: usize, n: usize, hermitian: bool) -> Svd<T> {
 /// # Errors
 /// If the types are others, or memory does not suffice.
 pub fn least_squares(a: &Tensor, b: &Tensor, relative: f64) -> Result<(Tensor, Tensor, Tensor)> {
-    let (of_a, of_b) = (Operand::new(a, 2), Operand::new(b, 2));
+    let (of_a, of_b) = (MatrixOperand::new(a, 2), MatrixOperand::new(b, 2));
     let batch = broadcast(&[of_a.batch(), of_b.batch()]);
     let (m, n, columns) = (of_a.size(2), of_a.size(1), of_b.size(1));
     let k = m.min(n);

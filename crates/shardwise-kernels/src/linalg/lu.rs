@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Tensor};
 
-use super::batch::{Operand, broadcast, item, over_items, with_slices};
-use super::real::{Real, with_real};
+use super::batch::{MatrixOperand, broadcast, item, over_items, with_slices};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::{add_multiple, swap_rows};
 use super::triangular::{Triangle, on_side, substitute};
 use crate::error::Result;
@@ -25,7 +25,7 @@ pub struct Factors {
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn lu_factor(a: &Tensor, pivot: bool) -> Result<Factors> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let (m, n) = (of.size(2), of.size(1));
     with_real!(a.dtype(), T => with_slice::<T, _>(a, |elements| {
         let (real, whole): ([&[usize]; 1], [&[usize]; 2]) = ([&[m, n]], [&[m.min(n)], &[]]);
@@ -39,7 +39,7 @@ pub fn lu_factor(a: &Tensor, pivot: bool) -> Result<Factors> {
 }
 
 /// Overwrites a matrix with its factors; returns 0 or the first step with a zero pivot.
-fn factorize<T: Real>(a: &mut [T], m: usize, n: usize, pivots: &mut [i32], pivot: bool) -> i32 {
+fn factorize<T: MatrixElement>(a: &mut [T], m: usize, n: usize, pivots: &mut [i32], pivot: bool) -> i32 {
     let mut info = 0;
     for k in 0..m.min(n) {
         let mut best = k;
@@ -74,7 +74,7 @@ fn factorize<T: Real>(a: &mut [T], m: usize, n: usize, pivots: &mut [i32], pivot
 /// # Errors
 /// If the types are others, or memory does not suffice.
 pub fn lu_solve(lu: &Tensor, pivots: &Tensor, b: &Tensor, left: bool, adjoint: bool) -> Result<Tensor> {
-    let (of_lu, of_pivots, of_b) = (Operand::new(lu, 2), Operand::new(pivots, 1), Operand::new(b, 2));
+    let (of_lu, of_pivots, of_b) = (MatrixOperand::new(lu, 2), MatrixOperand::new(pivots, 1), MatrixOperand::new(b, 2));
     let batch = broadcast(&[of_lu.batch(), of_b.batch()]);
     let (n, rows, columns) = (of_lu.size(1), of_b.size(2), of_b.size(1));
     with_real!(lu.dtype(), T => with_slices::<T, T, _>(lu, b, |lu, b| with_slice::<i32, _>(pivots, |pivots| {
@@ -91,7 +91,7 @@ pub fn lu_solve(lu: &Tensor, pivots: &Tensor, b: &Tensor, left: bool, adjoint: b
 }
 
 /// Overwrites right-hand sides with the solutions.
-fn solve_with<T: Real>(lu: &[T], n: usize, pivots: &[i32], x: &mut [T], columns: usize, adjoint: bool) {
+fn solve_with<T: MatrixElement>(lu: &[T], n: usize, pivots: &[i32], x: &mut [T], columns: usize, adjoint: bool) {
     let lower = Triangle { upper: false, unit: true, transposed: adjoint };
     let upper = Triangle { upper: true, unit: false, transposed: adjoint };
     let row = |pivot: i32| (pivot as usize).clamp(1, n) - 1;
@@ -125,7 +125,7 @@ pub fn solve(a: &Tensor, b: &Tensor, left: bool) -> Result<(Tensor, Factors)> {
 /// As for [`lu_factor`].
 pub fn inverse(a: &Tensor) -> Result<(Tensor, Tensor)> {
     let factors = lu_factor(a, true)?;
-    let n = Operand::new(a, 2).size(1);
+    let n = MatrixOperand::new(a, 2).size(1);
     let identity: Result<Tensor> = with_real!(a.dtype(), T => {
         let ([identity], []) = over_items::<T, i32, 1, 0>(&[], [&[n, n]], [], 0, |_, [identity], []| {
             (0..n).for_each(|i| identity[i * n + i] = T::ONE);
@@ -140,7 +140,7 @@ pub fn inverse(a: &Tensor) -> Result<(Tensor, Tensor)> {
 /// # Errors
 /// If the type is neither f32 nor f64, or memory does not suffice.
 pub fn permutation(pivots: &Tensor, rows: usize, dtype: DType) -> Result<Tensor> {
-    let of = Operand::new(pivots, 1);
+    let of = MatrixOperand::new(pivots, 1);
     let steps = of.size(1);
     with_real!(dtype, T => with_slice::<i32, _>(pivots, |pivots| {
         let ([p], []) = over_items::<T, i32, 1, 0>(of.batch(), [&[rows, rows]], [], rows * rows, |at, [p], []| {
@@ -155,8 +155,56 @@ pub fn permutation(pivots: &Tensor, rows: usize, dtype: DType) -> Result<Tensor>
 }
 
 /// Overwrites right-hand sides, rows of `columns` elements, with the solutions, and the matrix with its factors.
-pub(super) fn solve_in_place<T: Real>(a: &mut [T], n: usize, x: &mut [T], columns: usize) {
+pub(super) fn solve_in_place<T: MatrixElement>(a: &mut [T], n: usize, x: &mut [T], columns: usize) {
     let mut pivots = vec![0; n];
     factorize(a, n, n, &mut pivots, true);
     solve_with(a, n, &pivots, x, columns, false);
+}
+
+/// The result of [`determinant`].
+#[derive(Debug, Clone)]
+pub struct Determinants {
+    /// The determinants.
+    pub value: Tensor,
+    /// Their signs, -1, 0 or 1.
+    pub sign: Tensor,
+    /// The logarithms of their magnitudes.
+    pub log_magnitude: Tensor,
+    /// The factors of the matrices.
+    pub factors: Factors,
+}
+
+/// Returns the determinants of square matrices, and signs and logarithms of them, which do not overflow. f32 and f64.
+///
+/// # Errors
+/// As for [`lu_factor`].
+pub fn determinant(a: &Tensor) -> Result<Determinants> {
+    let of = MatrixOperand::new(a, 2);
+    let n = of.size(1);
+    let factors = lu_factor(a, true)?;
+    let numbers: Result<[Tensor; 3]> = with_real!(a.dtype(), T => with_slice::<T, _>(&factors.lu, |lu| {
+        with_slice::<i32, _>(&factors.pivots, |pivots| {
+            let shapes: [&[usize]; 3] = [&[], &[], &[]];
+            let (numbers, []) =
+                over_items::<T, i32, 3, 0>(of.batch(), shapes, [], n, |at, [value, sign, log_magnitude], []| {
+                    let exchanges = item(pivots, at, n).iter().enumerate().filter(|&(k, &p)| p != k as i32 + 1).count();
+                    let (mut product, mut signs) = (T::ONE, T::ONE);
+                    if exchanges % 2 == 1 {
+                        (product, signs) = (-T::ONE, -T::ONE);
+                    }
+                    let mut logarithm = 0.0;
+                    for i in 0..n {
+                        let x = item(lu, at, n * n)[i * n + i];
+                        product *= x;
+                        logarithm += x.abs().wide().ln();
+                        // NaN stays NaN.
+                        signs *= if x == T::ZERO || x != x { x } else { T::ONE.copysign(x) };
+                    }
+                    (value[0], sign[0], log_magnitude[0]) = (product, signs, T::narrow(logarithm));
+                })?;
+            Ok(numbers)
+        })?
+    })?);
+    let [value, sign, log_magnitude] = numbers?;
+    Ok(Determinants { value, sign, log_magnitude, factors })
 }

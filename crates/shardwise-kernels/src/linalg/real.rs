@@ -5,7 +5,7 @@ use std::ops::Neg;
 use candle_core::WithDType;
 
 /// f32 or f64.
-pub(super) trait Real: WithDType + Neg<Output = Self> {
+pub(super) trait MatrixElement: WithDType + Neg<Output = Self> {
     const ZERO: Self;
     const ONE: Self;
     const NAN: Self;
@@ -31,7 +31,7 @@ pub(super) trait Real: WithDType + Neg<Output = Self> {
 
 macro_rules! reals {
     ($($T:ident)*) => {$(
-        impl Real for $T {
+        impl MatrixElement for $T {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             const NAN: Self = $T::NAN;

@@ -1,6 +1,6 @@
 //! The inner loops of all factorizations, on contiguous rows, compiled for every instruction set.
 
-use super::real::Real;
+use super::real::MatrixElement;
 use crate::simd::{self, Kernel};
 
 /// Partial sums of a dot product: as many as four vectors of AVX-512 hold f64, so that AVX2 and AVX-512 add in one order.
@@ -8,29 +8,29 @@ const LANES: usize = 32;
 
 /// Adds a multiple of a row to another: `y += factor * x`.
 #[inline]
-pub(super) fn add_multiple<T: Real>(y: &mut [T], factor: T, x: &[T]) {
+pub(super) fn add_multiple<T: MatrixElement>(y: &mut [T], factor: T, x: &[T]) {
     simd::run(AddMultiple { y, factor, x });
 }
 
 /// Returns the sum of the products of the elements of two rows.
 #[inline]
-pub(super) fn dot<T: Real>(x: &[T], y: &[T]) -> T {
+pub(super) fn dot<T: MatrixElement>(x: &[T], y: &[T]) -> T {
     simd::run(Dot { x, y })
 }
 
 /// Replaces two rows by `c * x - s * y` and `s * x + c * y`.
 #[inline]
-pub(super) fn rotate<T: Real>(x: &mut [T], y: &mut [T], c: T, s: T) {
-    simd::run(Rotate { x, y, c, s });
+pub(super) fn rotate<T: MatrixElement>(x: &mut [T], y: &mut [T], c: T, s: T) {
+    simd::run(PlaneRotation { x, y, c, s });
 }
 
 /// Multiplies a row by a number.
-pub(super) fn scale<T: Real>(x: &mut [T], factor: T) {
+pub(super) fn scale<T: MatrixElement>(x: &mut [T], factor: T) {
     x.iter_mut().for_each(|x| *x *= factor);
 }
 
 /// The Euclidean norm, without overflow of the squares.
-pub(super) fn norm<T: Real>(x: &[T]) -> T {
+pub(super) fn norm<T: MatrixElement>(x: &[T]) -> T {
     let largest = largest(x);
     if largest == T::ZERO || !largest.is_finite() {
         return largest;
@@ -40,7 +40,7 @@ pub(super) fn norm<T: Real>(x: &[T]) -> T {
 }
 
 /// The largest magnitude; NaN if there is one.
-pub(super) fn largest<T: Real>(x: &[T]) -> T {
+pub(super) fn largest<T: MatrixElement>(x: &[T]) -> T {
     x.iter().fold(T::ZERO, |most, &x| if x.abs() > most || x != x { x.abs() } else { most })
 }
 
@@ -78,7 +78,7 @@ struct AddMultiple<'a, T> {
     x: &'a [T],
 }
 
-impl<T: Real> Kernel for AddMultiple<'_, T> {
+impl<T: MatrixElement> Kernel for AddMultiple<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -94,7 +94,7 @@ struct Dot<'a, T> {
     y: &'a [T],
 }
 
-impl<T: Real> Kernel for Dot<'_, T> {
+impl<T: MatrixElement> Kernel for Dot<'_, T> {
     type Output = T;
 
     #[inline(always)]
@@ -121,14 +121,14 @@ impl<T: Real> Kernel for Dot<'_, T> {
     }
 }
 
-struct Rotate<'a, T> {
+struct PlaneRotation<'a, T> {
     x: &'a mut [T],
     y: &'a mut [T],
     c: T,
     s: T,
 }
 
-impl<T: Real> Kernel for Rotate<'_, T> {
+impl<T: MatrixElement> Kernel for PlaneRotation<'_, T> {
     type Output = ();
 
     #[inline(always)]

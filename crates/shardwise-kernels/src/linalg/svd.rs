@@ -2,10 +2,11 @@
 
 use candle_core::Tensor;
 
-use super::batch::{Operand, item, over_items};
+use super::batch::{MatrixOperand, item, over_items};
 use super::householder::{product, reflect};
-use super::real::{Real, with_real};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::{add_multiple, dot, largest, norm, rotate, scale, transposed, two_rows};
+use super::symmetric::add_outer_products;
 use crate::error::Result;
 use crate::typed_slice::with_slice;
 
@@ -18,7 +19,7 @@ const MAX_SWEEPS: usize = 60;
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn svd(a: &Tensor, full: bool) -> Result<(Tensor, Tensor, Tensor)> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let (m, n) = (of.size(2), of.size(1));
     let k = m.min(n);
     let (left, right) = if full { (m, n) } else { (k, k) };
@@ -44,7 +45,7 @@ pub(super) struct Svd<T> {
     pub(super) right: Vec<T>,
 }
 
-impl<T: Real> Svd<T> {
+impl<T: MatrixElement> Svd<T> {
     /// Decomposes a matrix of `m` rows.
     pub(super) fn new(a: &[T], m: usize, n: usize) -> Self {
         let k = m.min(n);
@@ -66,7 +67,7 @@ impl<T: Real> Svd<T> {
 
 /// Decomposes a matrix of `m >= k` rows, given by its columns: returns left singular vectors, values and right singular vectors, vectors
 /// as rows.
-fn decompose_tall<T: Real>(mut columns: Vec<T>, m: usize, k: usize) -> (Vec<T>, Vec<T>, Vec<T>) {
+fn decompose_tall<T: MatrixElement>(mut columns: Vec<T>, m: usize, k: usize) -> (Vec<T>, Vec<T>, Vec<T>) {
     // A = Q R. The rows of R, which are short, are rotated until they are orthogonal: G R = S V^T for a product G of rotations, so that
     // A = (Q G^T) S V^T.
     let taus = reflect(&mut columns, m, k);
@@ -95,7 +96,7 @@ fn decompose_tall<T: Real>(mut columns: Vec<T>, m: usize, k: usize) -> (Vec<T>, 
 }
 
 /// Rotates every pair of rows until it is orthogonal; returns whether a pair was not.
-fn sweep<T: Real>(rows: &mut [T], left: &mut [T], m: usize, k: usize) -> bool {
+fn sweep<T: MatrixElement>(rows: &mut [T], left: &mut [T], m: usize, k: usize) -> bool {
     let mut rotated = false;
     // The rounding of a dot product of k terms.
     let limit = T::EPSILON * T::narrow((k as f64).sqrt().max(1.0));
@@ -119,7 +120,7 @@ fn sweep<T: Real>(rows: &mut [T], left: &mut [T], m: usize, k: usize) -> bool {
 }
 
 /// Extends orthonormal rows of `n` elements to `count` of them.
-fn completed<T: Real>(mut rows: Vec<T>, n: usize, count: usize) -> Vec<T> {
+fn completed<T: MatrixElement>(mut rows: Vec<T>, n: usize, count: usize) -> Vec<T> {
     let mut unit = 0;
     while rows.len() < count * n {
         // The unit vectors span everything, so one of them is far enough from the rows so far.
@@ -140,4 +141,38 @@ fn completed<T: Real>(mut rows: Vec<T>, n: usize, count: usize) -> Vec<T> {
         unit += 1;
     }
     rows
+}
+
+/// The result of [`polar`].
+#[derive(Debug, Clone)]
+pub struct PolarFactors {
+    /// Orthonormal columns.
+    pub u: Tensor,
+    /// Symmetric positive-semidefinite.
+    pub h: Tensor,
+    /// The eigenvalues of `h`.
+    pub values: Tensor,
+    /// The eigenvectors of `h`, in columns.
+    pub vectors: Tensor,
+}
+
+/// Factorizes matrices with at least as many rows as columns as `A = U H`. f32 and f64.
+///
+/// # Errors
+/// As for [`svd`].
+pub fn polar(a: &Tensor) -> Result<PolarFactors> {
+    let of = MatrixOperand::new(a, 2);
+    let (m, n) = (of.size(2), of.size(1));
+    with_real!(a.dtype(), T => with_slice::<T, _>(a, |elements| {
+        let shapes: [&[usize]; 4] = [&[m, n], &[n, n], &[n], &[n, n]];
+        let ([u, h, values, vectors], []) =
+            over_items::<T, i32, 4, 0>(of.batch(), shapes, [], 30 * m * n * n, |at, [u, h, values, vectors], []| {
+                let found = Svd::new(item(elements, at, m * n), m, n);
+                values.copy_from_slice(&found.values);
+                vectors.copy_from_slice(&transposed(&found.right, n, n));
+                add_outer_products(u, &found.left, &vec![T::ONE; n], &found.right, n);
+                add_outer_products(h, &found.right, values, &found.right, n);
+            })?;
+        Ok(PolarFactors { u, h, values, vectors })
+    })?)
 }

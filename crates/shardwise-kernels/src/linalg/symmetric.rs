@@ -2,8 +2,8 @@
 
 use candle_core::Tensor;
 
-use super::batch::{Operand, item, over_items};
-use super::real::{Real, with_real};
+use super::batch::{MatrixOperand, item, over_items, with_slices};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::{add_multiple, dot, largest, norm, rotate, scale, transposed, two_rows};
 use crate::error::Result;
 use crate::typed_slice::with_slice;
@@ -17,7 +17,7 @@ const MAX_STEPS: usize = 60;
 /// # Errors
 /// If the type is another one, or memory does not suffice.
 pub fn eigh(a: &Tensor, upper: bool) -> Result<(Tensor, Tensor)> {
-    let of = Operand::new(a, 2);
+    let of = MatrixOperand::new(a, 2);
     let n = of.size(1);
     with_real!(a.dtype(), T => with_slice::<T, _>(a, |elements| {
         let ([values, vectors], []) =
@@ -37,7 +37,7 @@ pub fn eigh(a: &Tensor, upper: bool) -> Result<(Tensor, Tensor)> {
 }
 
 /// Writes the eigenvalues of a symmetric matrix in ascending order, and returns its eigenvectors as rows.
-pub(super) fn decompose<T: Real>(a: &[T], n: usize, values: &mut [T]) -> Vec<T> {
+pub(super) fn decompose<T: MatrixElement>(a: &[T], n: usize, values: &mut [T]) -> Vec<T> {
     let size = largest(a);
     if !size.is_finite() {
         values.fill(T::NAN);
@@ -61,7 +61,7 @@ pub(super) fn decompose<T: Real>(a: &[T], n: usize, values: &mut [T]) -> Vec<T> 
 
 /// Reduces a symmetric matrix to a tridiagonal one with the same eigenvalues. `diagonal` and `beside` (from its first element on) are
 /// its elements; returns the transpose of the orthogonal matrix `Q` with `A = Q T Q^T`.
-fn tridiagonalize<T: Real>(a: &mut [T], n: usize, diagonal: &mut [T], beside: &mut [T]) -> Vec<T> {
+fn tridiagonalize<T: MatrixElement>(a: &mut [T], n: usize, diagonal: &mut [T], beside: &mut [T]) -> Vec<T> {
     let mut reflections = Vec::new();
     for k in 0..n.saturating_sub(1) {
         // The column below the diagonal becomes a multiple of the first unit vector.
@@ -106,7 +106,7 @@ fn tridiagonalize<T: Real>(a: &mut [T], n: usize, diagonal: &mut [T], beside: &m
 }
 
 /// Diagonalizes a tridiagonal matrix, and rotates the rows of `rows` along.
-fn ql<T: Real>(diagonal: &mut [T], beside: &mut [T], rows: &mut [T], n: usize) {
+fn ql<T: MatrixElement>(diagonal: &mut [T], beside: &mut [T], rows: &mut [T], n: usize) {
     for l in 0..n {
         for _ in 0..MAX_STEPS {
             // The first element from l on that is negligible ends a block.
@@ -124,7 +124,7 @@ fn ql<T: Real>(diagonal: &mut [T], beside: &mut [T], rows: &mut [T], n: usize) {
 }
 
 /// One implicit QL step with Wilkinson's shift on rows `l..=end`.
-fn step<T: Real>(diagonal: &mut [T], beside: &mut [T], rows: &mut [T], n: usize, l: usize, end: usize) {
+fn step<T: MatrixElement>(diagonal: &mut [T], beside: &mut [T], rows: &mut [T], n: usize, l: usize, end: usize) {
     let two = T::narrow(2.0);
     let slope = (diagonal[l + 1] - diagonal[l]) / (two * beside[l]);
     let length = norm(&[slope, T::ONE]);
@@ -152,4 +152,37 @@ fn step<T: Real>(diagonal: &mut [T], beside: &mut [T], rows: &mut [T], n: usize,
     diagonal[l] -= p;
     beside[l] = g;
     beside[end] = T::ZERO;
+}
+
+/// The principal square roots of symmetric matrices, of which the lower triangle is read, and eigenvalues and eigenvectors of the
+/// roots. Eigenvalues below zero count as zero. f32 and f64.
+///
+/// # Errors
+/// As for [`eigh`].
+pub fn symmetric_sqrt(a: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+    let n = MatrixOperand::new(a, 2).size(1);
+    let (values, vectors) = eigh(a, false)?;
+    with_real!(a.dtype(), T => with_slices::<T, T, _>(&values, &vectors, |values, vectors| {
+        let batch = &a.dims()[..a.dims().len() - 2];
+        let ([root, of_root], []) =
+            over_items::<T, i32, 2, 0>(batch, [&[n, n], &[n]], [], n * n * n, |at, [root, of_root], []| {
+                let rows = transposed(item(vectors, at, n * n), n, n);
+                for (to, &value) in of_root.iter_mut().zip(item(values, at, n)) {
+                    *to = if value < T::ZERO { T::ZERO } else { value.sqrt() };
+                }
+                add_outer_products(root, &rows, of_root, &rows, n);
+            })?;
+        Ok((root, of_root))
+    }))
+    .map(|(root, of_root)| (root, of_root, vectors))
+}
+
+/// Adds the outer products of rows `left[k]` and `right[k]`, each times `factors[k]`, to a matrix. Rows of `right` have `n` elements.
+pub(super) fn add_outer_products<T: MatrixElement>(to: &mut [T], left: &[T], factors: &[T], right: &[T], n: usize) {
+    let m = left.len() / factors.len().max(1);
+    for (k, &factor) in factors.iter().enumerate() {
+        for (row, &x) in to.chunks_exact_mut(n.max(1)).zip(&left[k * m..(k + 1) * m]) {
+            add_multiple(row, x * factor, &right[k * n..(k + 1) * n]);
+        }
+    }
 }

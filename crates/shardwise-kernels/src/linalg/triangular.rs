@@ -2,8 +2,8 @@
 
 use candle_core::Tensor;
 
-use super::batch::{Operand, broadcast, item, over_items, with_slices};
-use super::real::{Real, with_real};
+use super::batch::{MatrixOperand, broadcast, item, over_items, with_slices};
+use super::real::{MatrixElement, with_real};
 use super::row_operations::{add_multiple, transposed, two_rows};
 use crate::error::Result;
 
@@ -23,7 +23,7 @@ pub struct Triangle {
 /// # Errors
 /// If the types are others, or memory does not suffice.
 pub fn solve_triangular(a: &Tensor, b: &Tensor, triangle: Triangle, left: bool) -> Result<Tensor> {
-    let (of_a, of_b) = (Operand::new(a, 2), Operand::new(b, 2));
+    let (of_a, of_b) = (MatrixOperand::new(a, 2), MatrixOperand::new(b, 2));
     let batch = broadcast(&[of_a.batch(), of_b.batch()]);
     let (n, rows, columns) = (of_a.size(1), of_b.size(2), of_b.size(1));
     with_real!(a.dtype(), T => with_slices::<T, T, _>(a, b, |a, b| {
@@ -42,7 +42,7 @@ pub fn solve_triangular(a: &Tensor, b: &Tensor, triangle: Triangle, left: bool) 
 
 /// Runs a solver of `A X = B` on `x`, or on its transpose if the unknown is on the left side of `A`. The solver gets the number of
 /// columns.
-pub(super) fn on_side<T: Real>(
+pub(super) fn on_side<T: MatrixElement>(
     x: &mut [T],
     rows: usize,
     columns: usize,
@@ -58,7 +58,7 @@ pub(super) fn on_side<T: Real>(
 }
 
 /// Overwrites the right-hand sides, rows of `columns` elements, with the solutions.
-pub(super) fn substitute<T: Real>(a: &[T], n: usize, x: &mut [T], columns: usize, triangle: Triangle) {
+pub(super) fn substitute<T: MatrixElement>(a: &[T], n: usize, x: &mut [T], columns: usize, triangle: Triangle) {
     let Triangle { upper, unit, transposed } = triangle;
     // The transpose of an upper triangle is a lower one, which is solved from the first row on.
     let forward = upper == transposed;

@@ -14,11 +14,13 @@ mod dropout;
 mod dtype;
 mod einsum;
 mod equation;
+mod fft;
 mod flip;
 mod fused_rows;
 mod index;
 mod indices;
 mod join;
+mod linalg;
 mod lookup;
 mod loss;
 mod masked;
@@ -36,6 +38,7 @@ mod scan;
 mod scan_gradient;
 mod scatter;
 mod sort;
+mod special;
 mod table;
 mod ternary;
 mod unary;
@@ -45,7 +48,9 @@ pub use attention::AttentionOptions;
 pub(crate) use attention::RotaryFrequencies;
 pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
 pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
+pub use fft::FftNorm;
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
+pub use linalg::{LeastSquares, MatrixNorm, ToleranceOptions};
 pub use lookup::EmbeddingBagMode;
 pub use loss::{LossOptions, Reduction};
 pub use override_rule::override_rule;
@@ -57,7 +62,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 26] = [
+static OPS: [&[OpEntry]; 37] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
@@ -84,4 +89,15 @@ static OPS: [&[OpEntry]; 26] = [
     attention::OPS,
     convolution::OPS,
     convolution::POOLING_OPS,
+    linalg::FACTOR_OPS,
+    linalg::SOLVE_OPS,
+    linalg::SPECTRAL_OPS,
+    linalg::DETERMINANT_OPS,
+    linalg::INVERSE_OPS,
+    linalg::NORM_OPS,
+    linalg::PRODUCT_OPS,
+    special::UNARY_OPS,
+    special::ORDER_OPS,
+    special::BINARY_OPS,
+    fft::OPS,
 ];
