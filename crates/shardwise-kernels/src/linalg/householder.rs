@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::typed_slice::with_slice;
 
 /// Factorizes matrices as `A = Q R` with orthonormal columns of `Q`, of which there are as many as rows if `full`, else the smaller of
-/// rows and columns. f32 and f64.
+/// rows and columns, and no negative number on the diagonal of `R`. f32 and f64.
 ///
 /// # Errors
 /// If the type is another one, or memory does not suffice.
@@ -29,7 +29,12 @@ pub fn qr(a: &Tensor, full: bool) -> Result<(Tensor, Tensor)> {
                     (i..n).for_each(|j| row[j] = columns[j * m + i]);
                 }
                 columns.resize(k * m, T::ZERO);
-                q.copy_from_slice(&transposed(&product(&columns, &taus, m, k), k, m));
+                let mut found = product(&columns, &taus, m, k);
+                for i in (0..k.min(n)).filter(|&i| columns[i * m + i] < T::ZERO) {
+                    scale(&mut r[i * n..(i + 1) * n], -T::ONE);
+                    scale(&mut found[i * m..(i + 1) * m], -T::ONE);
+                }
+                q.copy_from_slice(&transposed(&found, k, m));
             })?;
         Ok((q, r))
     })?)

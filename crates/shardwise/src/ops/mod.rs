@@ -62,7 +62,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 37] = [
+static OPS: [&[OpEntry]; 38] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
@@ -90,6 +90,7 @@ static OPS: [&[OpEntry]; 37] = [
     convolution::OPS,
     convolution::POOLING_OPS,
     linalg::FACTOR_OPS,
+    linalg::QR_OPS,
     linalg::SOLVE_OPS,
     linalg::SPECTRAL_OPS,
     linalg::DETERMINANT_OPS,

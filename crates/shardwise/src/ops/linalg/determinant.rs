@@ -4,8 +4,8 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::factor::{dominant, outputs, square_samples};
-use super::rule::{Whole, meta, signature, square, sum};
+use super::factor::{dominant, square_samples};
+use super::rule::{Whole, meta, outputs, signature, square, sum};
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};

@@ -4,19 +4,13 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::rule::{Whole, check_info, check_real, matrices, meta, signature, square};
-use crate::autograd::first_derivative_only;
+use super::rule::{Whole, check_info, check_pivots, check_real, matrices, meta, outputs, signature, square};
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::ops::{OpEntry, SampleInput};
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::linalg;
-
-/// The outputs of an operator as an array.
-pub(super) fn outputs<const N: usize>(found: Vec<DTensor>) -> [DTensor; N] {
-    found.try_into().unwrap_or_else(|_| unreachable!("as many as the plan says"))
-}
 
 impl DTensor {
     /// Returns the Cholesky factor `L` of symmetric positive-definite matrices, `A = L L^T`; with `upper`, `U` with `A = U^T U`.
@@ -103,22 +97,6 @@ impl DTensor {
     pub fn linalg_ldl_factor(&self) -> Result<(DTensor, DTensor)> {
         let [ld, pivots, _] = outputs(dispatch(&LdlFactor, &[self], Location::caller())?);
         Ok((ld, pivots))
-    }
-
-    /// Factorizes matrices as `A = Q R` with orthonormal columns of `Q`. With `complete`, `Q` is square, else both are as small as
-    /// possible.
-    ///
-    /// Tall matrices whose rows are sharded along one mesh axis are factorized locally, and only the small factors `R` of all ranks are
-    /// gathered, as long as that is less than the matrix. In other layouts, batch dimensions may be sharded and matrices are gathered.
-    ///
-    /// # Errors
-    /// If the gradient of a complete factorization of tall matrices is asked for, which is not unique.
-    #[doc(alias = "linalg.qr")]
-    #[doc(alias = "qr")]
-    #[track_caller]
-    pub fn linalg_qr(&self, complete: bool) -> Result<(DTensor, DTensor)> {
-        let [q, r] = outputs(dispatch(&Qr { full: complete }, &[self], Location::caller())?);
-        Ok((q, r))
     }
 }
 
@@ -235,7 +213,7 @@ fn lu_backward(saved: &SavedTensors<'_>, g: &DTensor) -> Result<DTensor> {
     }
     if m > n {
         let (l2, gl2) = (l.narrow(-2, k, m - k)?, gl.narrow(-2, k, m - k)?);
-        upper = upper.sub(&gl2.mt()?.matmul(&l2)?)?;
+        upper = upper.sub(&l2.mt()?.matmul(&gl2)?)?;
     }
     let inner = lower.tril(-1)?.add(&upper.triu(0)?)?;
     let solved_left = l1.mt()?.linalg_solve_triangular(&inner, true, true, true)?;
@@ -268,7 +246,7 @@ impl Op for Permutation {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         check_real("lu_unpack", self.dtype)?;
         let pivots = &inputs[0];
-        super::solve::check_pivots("lu_unpack", pivots, self.rows.min(self.columns))?;
+        check_pivots("lu_unpack", pivots, self.rows.min(self.columns))?;
         let batch = &pivots.shape[..pivots.shape.len() - 1];
         let signature = signature(batch, &[(batch, &[Whole])], &[(batch, &[Whole, Whole])]);
         Ok(OpPlan { signature, outputs: vec![meta(batch, &[self.rows, self.rows], self.dtype)] })
@@ -313,83 +291,6 @@ impl Op for LdlFactor {
     fn gradient(&self) -> Gradient<Self> {
         Gradient::NotDifferentiable
     }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Qr {
-    full: bool,
-}
-
-impl Op for Qr {
-    fn name(&self) -> &'static str {
-        "linalg_qr"
-    }
-
-    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let a = matrices(self.name(), &inputs[0])?;
-        let k = if self.full { a.rows } else { a.rows.min(a.columns) };
-        let whole: (&[usize], &[_]) = (a.batch, &[Whole, Whole]);
-        let outputs =
-            vec![meta(a.batch, &[a.rows, k], inputs[0].dtype), meta(a.batch, &[k, a.columns], inputs[0].dtype)];
-        Ok(OpPlan { signature: signature(a.batch, &[whole], &[whole, whole]), outputs })
-    }
-
-    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (q, r) = linalg::qr(&inputs[0], self.full)?;
-        Ok(vec![q, r])
-    }
-
-    fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(SaveForBackward::Outputs, |op, saved, gradients| {
-            let (q, r) = (saved.output(0), saved.output(1));
-            let (m, n) = (q.shape()[q.ndim() - 2], r.shape()[r.ndim() - 1]);
-            if op.full && m > n {
-                return Err(crate::error::ErrorKind::Gradient.error(
-                    "gradient",
-                    "the gradient of linalg_qr with complete columns of tall matrices",
-                    "a reduced factorization, whose columns are unique",
-                    "call linalg_qr(false)",
-                ));
-            }
-            Ok(vec![qr_backward(&q, &r, gradients, m, n)?])
-        })
-    }
-}
-
-/// Gradient of `A = Q R`: `(G_Q + Q sym-lower(M)) R^-T` with `M = R G_R^T - G_Q^T Q`. A wide matrix is `[X Y]` with a square `X = Q U`, and
-/// `Y = Q V`, which does not restrict `Q`.
-fn qr_backward(q: &DTensor, r: &DTensor, gradients: &[Option<DTensor>], m: usize, n: usize) -> Result<Option<DTensor>> {
-    let (mut gq, mut gr) = (gradients[0].clone(), gradients[1].clone());
-    let mut right = None;
-    let mut u = r.clone();
-    if m < n {
-        u = r.narrow(-1, 0, m)?;
-        if let Some(g) = &gr {
-            let y = q.matmul(&r.narrow(-1, m, n - m)?)?;
-            let of_v = g.narrow(-1, m, n - m)?;
-            // V = Q^T Y.
-            gq = super::rule::sum(gq, Some(y.matmul(&of_v.mt()?)?))?;
-            right = Some(q.matmul(&of_v)?);
-            gr = Some(g.narrow(-1, 0, m)?);
-        }
-    }
-    let of_r = gr.map(|g| u.matmul(&g.triu(0)?.mt()?)).transpose()?;
-    let of_q = gq.as_ref().map(|g| g.mt()?.matmul(q)?.neg()).transpose()?;
-    let Some(inner) = super::rule::sum(of_r, of_q)? else { return Ok(None) };
-    // The lower triangle, mirrored to the upper one.
-    let lower = inner.tril(-1)?;
-    let mirrored = inner.tril(0)?.add(&lower.mt()?)?;
-    let whole = super::rule::sum(gq, Some(q.matmul(&mirrored)?))?.expect("one of them is there");
-    let left = u.mt()?.linalg_solve_triangular(&whole, false, false, false)?;
-    match right {
-        Some(right) => DTensor::cat(&[&left, &right], -1).map(Some),
-        None => Ok(Some(left)),
-    }
-}
-
-/// A gradient that is a kernel of its own has no second derivative.
-pub(super) fn refuse_second(name: &str) -> Result<()> {
-    first_derivative_only(name)
 }
 
 pub(super) const OPS: &[OpEntry] = &[
@@ -450,24 +351,17 @@ pub(super) const OPS: &[OpEntry] = &[
             Ok(vec![ld, pivots])
         },
     },
-    OpEntry {
-        name: "linalg_qr",
-        samples: matrix_samples,
-        apply: |x| {
-            let (q, r) = dominant(&x[0])?.linalg_qr(false)?;
-            Ok(vec![q, r])
-        },
-    },
 ];
 
-/// Symmetric positive-definite matrices from any square ones.
+/// Symmetric positive-definite matrices from square ones of elements up to 32: the diagonal is larger than the rest of a row. Only
+/// elementwise operators, so that the elements do not depend on placements.
 pub(super) fn positive(a: &DTensor) -> Result<DTensor> {
-    if a.ndim() < 2 {
+    let [.., rows, columns] = *a.shape() else { return a.linalg_cholesky(false) };
+    if rows != columns {
         return a.linalg_cholesky(false);
     }
-    let a = a.mul_scalar(1.0 / 32.0)?;
-    let n = a.shape()[a.ndim() - 1];
-    a.matmul(&a.mt()?)?.add(&a.identity(n)?)
+    let symmetric = a.add(&a.mt()?)?.mul_scalar(1.0 / 128.0)?;
+    symmetric.add(&symmetric.identity(rows)?.mul_scalar(rows as f64)?)
 }
 
 /// Matrices without small pivots: with a large diagonal.
@@ -485,4 +379,10 @@ pub(super) fn square_samples() -> Vec<Vec<SampleInput>> {
 pub(super) fn matrix_samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 4] = [&[3, 4, 2], &[3, 5], &[4, 4], &[2, 0, 3]];
     shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64)]).collect()
+}
+
+pub(super) fn pair_samples() -> Vec<Vec<SampleInput>> {
+    let shapes: [(&[usize], &[usize]); 4] =
+        [(&[3, 2, 2], &[3, 2, 4]), (&[4, 4], &[2, 4, 1]), (&[2, 3, 3], &[3, 2]), (&[3, 3], &[3, 0])];
+    shapes.iter().map(|(a, b)| vec![SampleInput::new(a, DType::F64), SampleInput::new(b, DType::F64)]).collect()
 }

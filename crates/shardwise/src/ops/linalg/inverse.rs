@@ -4,8 +4,8 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::factor::{dominant, matrix_samples, outputs};
-use super::rule::{Free, Whole, broadcast_batch, check_same_type, matrices, meta, misfit, signature, square};
+use super::factor::{dominant, matrix_samples};
+use super::rule::{Free, Whole, broadcast_batch, check_same_type, matrices, meta, misfit, outputs, signature, square};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};

@@ -5,6 +5,7 @@
 
 mod rule;
 mod factor;
+mod qr;
 mod solve;
 mod spectral;
 mod determinant;
@@ -18,6 +19,7 @@ pub use inverse::{LeastSquares, ToleranceOptions};
 pub use norms::MatrixNorm;
 
 pub(super) const FACTOR_OPS: &[OpEntry] = factor::OPS;
+pub(super) const QR_OPS: &[OpEntry] = qr::OPS;
 pub(super) const SOLVE_OPS: &[OpEntry] = solve::OPS;
 pub(super) const SPECTRAL_OPS: &[OpEntry] = spectral::OPS;
 pub(super) const DETERMINANT_OPS: &[OpEntry] = determinant::OPS;

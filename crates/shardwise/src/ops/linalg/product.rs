@@ -4,8 +4,8 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::factor::{matrix_samples, outputs, refuse_second, square_samples};
-use super::rule::{Whole, check_same_type, matrices, meta, misfit, signature, square};
+use super::factor::{matrix_samples, square_samples};
+use super::rule::{Whole, check_same_type, matrices, meta, misfit, outputs, refuse_second, signature, square};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};

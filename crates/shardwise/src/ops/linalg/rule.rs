@@ -7,7 +7,7 @@ use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::ops::binary::broadcast_shape;
 use crate::rule::{DimSharding, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, is_recording};
 
 /// The shape of a tensor of matrices.
 #[derive(Debug, Clone, Copy)]
@@ -166,4 +166,38 @@ pub(super) fn sum(a: Option<DTensor>, b: Option<DTensor>) -> Result<Option<DTens
         (Some(a), Some(b)) => a.add(&b).map(Some),
         (a, b) => Ok(a.or(b)),
     }
+}
+
+/// The outputs of an operator as an array.
+pub(super) fn outputs<const N: usize>(found: Vec<DTensor>) -> [DTensor; N] {
+    found.try_into().unwrap_or_else(|_| unreachable!("as many as the plan says"))
+}
+
+/// Fails unless a tensor holds `steps` pivots per matrix.
+pub(super) fn check_pivots(name: &str, pivots: &TensorMeta, steps: usize) -> Result<()> {
+    if pivots.dtype != DType::I32 {
+        let found = format!("pivots of type {} in {name}", pivots.dtype.as_str());
+        return Err(ErrorKind::dtype(pivots.dtype).error(
+            "pivots",
+            found,
+            "i32",
+            "pass the pivots of the factorization",
+        ));
+    }
+    if pivots.shape.last() == Some(&steps) {
+        return Ok(());
+    }
+    let found = format!("pivots of shape {:?} in {name}", pivots.shape);
+    let needed = format!("{steps} pivots per matrix");
+    Err(ErrorKind::shape(&pivots.shape).error("pivots", found, needed, "pass the pivots of the factorization"))
+}
+
+/// Refuses a recorded backward pass, for gradients that are kernels of their own or use results without a derivative.
+pub(super) fn refuse_second(name: &str) -> Result<()> {
+    if !is_recording() {
+        return Ok(());
+    }
+    let found = format!("the gradient of the gradient of {name}");
+    let needed = "a first derivative";
+    Err(ErrorKind::Gradient.error("gradient", found, needed, "use backward, or operators with second derivatives"))
 }

@@ -4,12 +4,12 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::factor::{dominant, outputs, positive};
+use super::factor::{dominant, pair_samples, positive, square_samples};
 use super::rule::{
-    Free, ItemDim, Matrices, Whole, broadcast_batch, check_info, check_same_type, matrices, meta, misfit, signature,
-    square,
+    Free, ItemDim, Matrices, Whole, broadcast_batch, check_info, check_pivots, check_same_type, matrices, meta, misfit,
+    outputs, signature, square,
 };
-use crate::error::{ErrorKind, Result};
+use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::ops::derivative::unbroadcast;
@@ -121,26 +121,25 @@ impl DTensor {
 
     /// Solves `A X = B` for this tensor as `B`, where `factor` is the Cholesky factor of `A`, the upper one if `upper`.
     ///
-    /// Communicates as [`linalg_solve_triangular`](Self::linalg_solve_triangular) does, twice.
+    /// Batch dimensions broadcast and may be sharded, and so may be right-hand sides; matrices are gathered. The gradient of `factor` is
+    /// that of a full matrix, as in PyTorch, although one triangle is read.
     #[track_caller]
     pub fn cholesky_solve(&self, factor: &DTensor, upper: bool) -> Result<DTensor> {
-        if factor.ndim() < 2 {
-            return Err(factor.bad_dims("cholesky_solve", &[], "at least two dimensions"));
-        }
-        let lower = if upper { factor.mt()? } else { factor.clone() };
-        let half = lower.linalg_solve_triangular(self, false, true, false)?;
-        lower.mt()?.linalg_solve_triangular(&half, true, true, false)
+        let op = CholeskySolve { name: "cholesky_solve", upper };
+        Ok(dispatch(&op, &[factor, self], Location::caller())?.swap_remove(0))
     }
 
     /// Returns the inverses of the matrices whose Cholesky factors this tensor holds, the upper ones if `upper`.
     ///
-    /// Communicates as [`linalg_solve_triangular`](Self::linalg_solve_triangular) does, twice.
+    /// Batch dimensions may be sharded; matrices are gathered. The gradient is as for [`cholesky_solve`](Self::cholesky_solve).
     #[track_caller]
     pub fn cholesky_inverse(&self, upper: bool) -> Result<DTensor> {
         if self.ndim() < 2 {
             return Err(self.bad_dims("cholesky_inverse", &[], "at least two dimensions"));
         }
-        self.identity(self.shape()[self.ndim() - 1])?.cholesky_solve(self, upper)
+        let identity = self.identity(self.shape()[self.ndim() - 1])?;
+        let op = CholeskySolve { name: "cholesky_inverse", upper };
+        Ok(dispatch(&op, &[self, &identity], Location::caller())?.swap_remove(0))
     }
 
     /// Returns the inverse of this tensor as a map from its last dimensions to its first `ind` ones: of shape
@@ -189,25 +188,6 @@ impl DTensor {
         let x = flat.linalg_solve(&b.reshape(&[count as isize])?, true)?;
         x.reshape(&unknown.iter().map(|&n| n as isize).collect::<Vec<_>>())
     }
-}
-
-/// Fails unless a tensor holds `steps` pivots per matrix.
-pub(super) fn check_pivots(name: &str, pivots: &TensorMeta, steps: usize) -> Result<()> {
-    if pivots.dtype != DType::I32 {
-        let found = format!("pivots of type {} in {name}", pivots.dtype.as_str());
-        return Err(ErrorKind::dtype(pivots.dtype).error(
-            "pivots",
-            found,
-            "i32",
-            "pass the pivots of the factorization",
-        ));
-    }
-    if pivots.shape.last() == Some(&steps) {
-        return Ok(());
-    }
-    let found = format!("pivots of shape {:?} in {name}", pivots.shape);
-    let needed = format!("{steps} pivots per matrix");
-    Err(ErrorKind::shape(&pivots.shape).error("pivots", found, needed, "pass the pivots of the factorization"))
 }
 
 /// Reads the right-hand sides of a system of `n` equations.
@@ -380,6 +360,58 @@ impl Op for SolveTriangular {
     }
 }
 
+/// Two triangular solutions with one factor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct CholeskySolve {
+    name: &'static str,
+    upper: bool,
+}
+
+impl Op for CholeskySolve {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let a = square(self.name, &inputs[0])?;
+        let b = right_hand_sides(self.name, &inputs[0], &inputs[1], a.rows, true)?;
+        let batch = broadcast_batch(self.name, &[&inputs[0], &inputs[1]], &[a.batch, b.batch])?;
+        let inputs_of = [(a.batch, &[Whole, Whole][..]), (b.batch, &[Whole, Free])];
+        let signature = signature(&batch, &inputs_of, &[(&batch, &[Whole, Free])]);
+        Ok(OpPlan { signature, outputs: vec![meta(&batch, &[b.rows, b.columns], inputs[0].dtype)] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let solve = |b: &Tensor, transposed: bool| {
+            let triangle = Triangle { upper: self.upper, unit: false, transposed };
+            linalg::solve_triangular(&inputs[0], b, triangle, true)
+        };
+        // L L^T, or U^T U.
+        Ok(vec![solve(&solve(&inputs[1], self.upper)?, !self.upper)?])
+    }
+
+    fn gradient(&self) -> Gradient<Self> {
+        const SAVED: SaveForBackward = SaveForBackward::Only { inputs: &[0], outputs: &[0] };
+        Gradient::From(SAVED, |op, saved, gradients| {
+            let Some(g) = &gradients[0] else { return Ok(vec![None, None]) };
+            let (factor, x) = (saved.input(0), saved.output(0));
+            let of_b = g.cholesky_solve(&factor, op.upper)?;
+            let mut found = vec![None, None];
+            if saved.needs_input_grad(0) {
+                // A is symmetric, and a product with the factor.
+                let of_a = of_b.matmul(&x.mt()?)?;
+                let both = of_a.add(&of_a.mt()?)?;
+                let product = if op.upper { factor.matmul(&both)? } else { both.matmul(&factor)? };
+                found[0] = Some(unbroadcast(&product.neg()?, saved, 0)?);
+            }
+            if saved.needs_input_grad(1) {
+                found[1] = Some(unbroadcast(&of_b, saved, 1)?);
+            }
+            Ok(found)
+        })
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct LuSolve {
     left: bool,
@@ -466,14 +498,10 @@ impl Op for LdlSolve {
 }
 
 pub(super) const OPS: &[OpEntry] = &[
-    OpEntry {
-        name: "linalg_inv",
-        samples: super::factor::square_samples,
-        apply: |x| Ok(vec![dominant(&x[0])?.linalg_inv()?]),
-    },
+    OpEntry { name: "linalg_inv", samples: square_samples, apply: |x| Ok(vec![dominant(&x[0])?.linalg_inv()?]) },
     OpEntry {
         name: "linalg_inv_ex",
-        samples: super::factor::square_samples,
+        samples: square_samples,
         apply: |x| {
             let (inverse, info) = dominant(&x[0])?.linalg_inv_ex()?;
             Ok(vec![inverse, info])
@@ -523,15 +551,15 @@ pub(super) const OPS: &[OpEntry] = &[
         samples: pair_samples,
         apply: |x| {
             let a = dominant(&x[0])?;
-            Ok(vec![x[1].cholesky_solve(&a, false)?, x[1].cholesky_solve(&a, true)?])
+            Ok(vec![x[1].cholesky_solve(&a.tril(0)?, false)?, x[1].cholesky_solve(&a.triu(0)?, true)?])
         },
     },
     OpEntry {
         name: "cholesky_inverse",
-        samples: super::factor::square_samples,
+        samples: square_samples,
         apply: |x| {
             let a = dominant(&x[0])?;
-            Ok(vec![a.cholesky_inverse(false)?, a.cholesky_inverse(true)?])
+            Ok(vec![a.tril(0)?.cholesky_inverse(false)?, a.triu(0)?.cholesky_inverse(true)?])
         },
     },
     OpEntry {
@@ -548,9 +576,3 @@ pub(super) const OPS: &[OpEntry] = &[
         },
     },
 ];
-
-pub(super) fn pair_samples() -> Vec<Vec<SampleInput>> {
-    let shapes: [(&[usize], &[usize]); 4] =
-        [(&[3, 2, 2], &[3, 2, 4]), (&[4, 4], &[2, 4, 1]), (&[2, 3, 3], &[3, 2]), (&[3, 3], &[3, 0])];
-    shapes.iter().map(|(a, b)| vec![SampleInput::new(a, DType::F64), SampleInput::new(b, DType::F64)]).collect()
-}

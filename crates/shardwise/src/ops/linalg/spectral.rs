@@ -4,8 +4,8 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::factor::{dominant, matrix_samples, outputs, positive, refuse_second, square_samples};
-use super::rule::{Whole, matrices, meta, misfit, signature, square, sum};
+use super::factor::{dominant, matrix_samples, positive, square_samples};
+use super::rule::{Whole, matrices, meta, misfit, outputs, refuse_second, signature, square, sum};
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};

@@ -79,7 +79,8 @@ macro_rules! functions {
                 // Orders and degrees are small, and probabilities of incomplete functions positive.
                 let order = x[1].abs()?.mul_scalar(1.0 / 8.0)?.add_scalar(0.5)?;
                 let value = x[0].abs()?.mul_scalar(1.0 / 16.0)?.add_scalar(1.25)?;
-                Ok(vec![value.$name(&order)?])
+                let alone = matches!(SpecialPair::$name.function().derivatives, Second(_));
+                Ok(vec![if alone { value.detach() } else { value }.$name(&order)?])
             } },)*
         ];
     };
