@@ -43,6 +43,7 @@ mod typed_slice;
 mod index_range;
 mod gather;
 mod scatter;
+mod scatter_reduce;
 mod band;
 mod element_vec;
 mod simd;
@@ -101,6 +102,7 @@ pub use scan::{
     product_gradient, product_parts, scan_extremes, scan_totals,
 };
 pub use scatter::{index_add, put_slices, scatter, scatter_add};
+pub use scatter_reduce::{ScatterReduction, scatter_reduce};
 pub use search::{bucketize, count_nonzero, first_nan, nonzero_positions};
 pub use typed_slice::with_slice;
 pub use uninit_buffer::UninitBuffer;

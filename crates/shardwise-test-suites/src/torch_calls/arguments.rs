@@ -201,6 +201,15 @@ impl<'a> Arguments<'a> {
         }
     }
 
+    /// All arguments by position as shapes; a number is a shape of one dimension.
+    pub fn shapes(&self) -> Vec<Vec<usize>> {
+        let sizes = |value: &Value| match value {
+            Value::Array(all) => all.iter().filter_map(Value::as_u64).map(|n| n as usize).collect(),
+            one => one.as_u64().map(|n| n as usize).into_iter().collect(),
+        };
+        self.positional.iter().map(sizes).collect()
+    }
+
     /// A size or a count.
     pub fn size(&self, name: &str) -> Result<usize> {
         usize::try_from(self.int(name)?).map_err(|_| self.wrong(name, "a number that is not negative"))

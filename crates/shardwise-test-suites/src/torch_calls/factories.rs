@@ -1,8 +1,8 @@
 //! Tensors from numbers. The result may have any placements; here it is replicated.
 
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use shardwise::prelude::*;
-use shardwise::tensor::{Arange, Number};
+use shardwise::tensor::{Arange, Linspace, Logspace, Number};
 
 use super::arguments::Arguments;
 use super::calls::calls;
@@ -28,6 +28,28 @@ calls! {
     "scalar_tensor(s, *, dtype=None)" => |a| filled(a, Vec::new(), Number::Real(a.float("s")?), false);
     "zeros_like(input, *, dtype=None)" => |a| a.converted(&a.tensor("input")?.zeros_like()?, "dtype");
     "ones_like(input, *, dtype=None)" => |a| a.converted(&a.tensor("input")?.ones_like()?, "dtype");
+
+    "full_like(input, fill_value, *, dtype=None)" => |a| {
+        let x = a.converted(&a.tensor("input")?.zeros_like()?, "dtype")?;
+        let is_bool = a.is_bool_type("dtype") || !a.has("dtype") && a.is_bool("input");
+        x.full_like(if is_bool { truth(a.number("fill_value")?) } else { a.number("fill_value")? })
+    };
+    "new_zeros(input, size, *, dtype=None)" => |a| new(a, Number::Integer(0));
+    "new_ones(input, size, *, dtype=None)" => |a| new(a, Number::Integer(1));
+    "new_full(input, size, fill_value, *, dtype=None)" => |a| new(a, a.number("fill_value")?);
+    "linspace(start, end, steps, *, dtype=None)" => |a| {
+        let (start, end) = (scalar(a, "start")?, scalar(a, "end")?);
+        let space = Linspace { start, end, steps: a.size("steps")? };
+        DTensor::linspace(space, a.dtype("dtype").unwrap_or(DType::F32), a.mesh(), a.replicated())
+    };
+    "logspace(start, end, steps, base=10.0, *, dtype=None)" => |a| {
+        let (start, end) = (scalar(a, "start")?, scalar(a, "end")?);
+        let space = Logspace { start, end, steps: a.size("steps")?, base: a.float("base")? };
+        DTensor::logspace(space, a.dtype("dtype").unwrap_or(DType::F32), a.mesh(), a.replicated())
+    };
+    // The indices of a triangle: those of the elements that are not zero.
+    "tril_indices(row, col, offset=0, *, dtype=None)" => |a| triangle(a, |i, j, offset| j <= i + offset);
+    "triu_indices(row, col, offset=0, *, dtype=None)" => |a| triangle(a, |i, j, offset| j >= i + offset);
 }
 
 fn sizes(a: &Arguments<'_>) -> Vec<usize> {
@@ -44,4 +66,33 @@ fn filled(a: &Arguments<'_>, shape: Vec<usize>, value: Number, is_bool: bool) ->
     let dtype = if is_bool && !a.has("dtype") { DType::U8 } else { dtype(a, &[value]) };
     let value = if a.is_bool_type("dtype") { Number::Integer(i64::from(value.to_f64() != 0.0)) } else { value };
     DTensor::full(value, (shape, dtype), a.mesh(), a.replicated())
+}
+
+/// A number, or that of a scalar tensor.
+fn scalar(a: &Arguments<'_>, name: &str) -> Result<f64> {
+    match a.optional_tensor(name) {
+        Some(tensor) => tensor.to_dtype(DType::F64)?.item::<f64>(),
+        None => a.float(name),
+    }
+}
+
+fn truth(number: Number) -> Number {
+    Number::Integer(i64::from(number.to_f64() != 0.0))
+}
+
+fn new(a: &Arguments<'_>, value: Number) -> Result<DTensor> {
+    let like = a.tensor("input")?.dtype();
+    let is_bool = a.is_bool_type("dtype") || !a.has("dtype") && a.is_bool("input");
+    let value = if is_bool { truth(value) } else { value };
+    DTensor::full(value, (a.sizes("size"), a.dtype("dtype").unwrap_or(like)), a.mesh(), a.replicated())
+}
+
+fn triangle(a: &Arguments<'_>, inside: fn(isize, isize, isize) -> bool) -> Result<DTensor> {
+    let (rows, columns, offset) = (a.int("row")?, a.int("col")?, a.int("offset")?);
+    let all = (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j)));
+    let (i, j): (Vec<i64>, Vec<i64>) =
+        all.filter(|&(i, j)| inside(i, j, offset)).map(|(i, j)| (i as i64, j as i64)).unzip();
+    let count = i.len();
+    let indices = Tensor::from_vec([i, j].concat(), (2, count), &Device::Cpu)?;
+    a.replicate(&indices)?.to_dtype(a.dtype("dtype").unwrap_or(DType::I64))
 }

@@ -14,7 +14,7 @@ calls! {
     "linalg.cross(input, other, *, dim=-1)" => |a| a.tensor("input")?.linalg_cross(&a.tensor("other")?, a.int("dim")?);
     "linalg.det(A)" => |a| a.tensor("A")?.linalg_det();
     "linalg.diagonal(A, *, offset=0, dim1=-2, dim2=-1)" => |a|
-        a.tensor("A")?.linalg_diagonal(a.int("offset")?, a.int("dim1")?, a.int("dim2")?);
+        a.tensor("A")?.diagonal_of(a.int("offset")?, [a.int("dim1")?, a.int("dim2")?]);
     "linalg.eigh(A, UPLO='L')" => |a| a.tensor("A")?.linalg_eigh(is_upper(a));
     "linalg.eigvalsh(A, UPLO='L')" => |a| a.tensor("A")?.linalg_eigvalsh(is_upper(a));
     "linalg.householder_product(A, tau)" => |a| a.tensor("A")?.linalg_householder_product(&a.tensor("tau")?);

@@ -5,7 +5,7 @@ use shardwise::prelude::*;
 use shardwise::tensor::{Number, Operand};
 
 use super::arguments::{Arguments, OperandArgument};
-use super::calls::calls;
+use super::calls::{CallOutput, calls};
 
 calls! {
     "abs(input)" => |a| a.tensor("input")?.abs();
@@ -144,6 +144,68 @@ calls! {
     "to(input, first, second=None, third=None, fourth=None)" => |a| match a.optional_tensor("first") {
         Some(like) => a.tensor("input")?.to_dtype(like.dtype()),
         None => a.converted(&a.converted(&a.tensor("input")?, "first")?, "second"),
+    };
+
+    "acos(input)" => |a| a.tensor("input")?.acos();
+    "acosh(input)" => |a| a.tensor("input")?.acosh();
+    "atanh(input)" => |a| a.tensor("input")?.atanh();
+    "angle(input)" => |a| a.tensor("input")?.angle();
+    "deg2rad(input)" => |a| a.tensor("input")?.deg2rad();
+    "rad2deg(input)" => |a| a.tensor("input")?.rad2deg();
+    "isposinf(input)" => |a| a.tensor("input")?.isposinf();
+    "isneginf(input)" => |a| a.tensor("input")?.isneginf();
+    "isreal(input)" => |a| a.tensor("input")?.zeros_like()?.eq(0);
+    "bitwise_not(input)" => |a| match a.is_bool("input") {
+        true => a.tensor("input")?.logical_not(),
+        false => a.tensor("input")?.bitwise_not(),
+    };
+    "round(input, *, decimals=0)" => |a| a.tensor("input")?.round_decimals(a.int("decimals")? as i32);
+    "frexp(input)" => |a| a.tensor("input")?.frexp();
+    "logit(input, eps=None)" => |a| a.tensor("input")?.logit(a.optional_float("eps"));
+    "fmax(input, other)" => |a| a.tensor("input")?.fmax(a.operand("other")?.operand());
+    "fmin(input, other)" => |a| a.tensor("input")?.fmin(a.operand("other")?.operand());
+    "copysign(input, other)" => |a| a.tensor("input")?.copysign(a.operand("other")?.operand());
+    "nextafter(input, other)" => |a| a.tensor("input")?.nextafter(a.operand("other")?.operand());
+    "logaddexp(input, other)" => |a| a.tensor("input")?.logaddexp(a.operand("other")?.operand());
+    "logaddexp2(input, other)" => |a| a.tensor("input")?.logaddexp2(a.operand("other")?.operand());
+    "xlogy(input, other)" => |a| a.tensor("input")?.xlogy(a.operand("other")?.operand());
+    "heaviside(input, values)" => |a| a.tensor("input")?.heaviside(a.operand("values")?.operand());
+    "gcd(input, other)" => |a| a.tensor("input")?.gcd(a.operand("other")?.operand());
+    "lcm(input, other)" => |a| a.tensor("input")?.lcm(a.operand("other")?.operand());
+    "bitwise_left_shift(input, other)" => |a| left(a)?.bitwise_left_shift(a.operand("other")?.operand());
+    "bitwise_right_shift(input, other)" => |a| left(a)?.bitwise_right_shift(a.operand("other")?.operand());
+    "ldexp(input, other)" => |a| a.tensor("input")?.ldexp(&a.tensor("other")?);
+    "float_power(input, exponent)" => |a| match a.operand("input")? {
+        OperandArgument::Tensor(x) => x.float_power(a.operand("exponent")?.operand()),
+        OperandArgument::Number(x) => {
+            DTensor::full(x, ((), DType::F64), a.mesh(), a.replicated())?.float_power(&a.tensor("exponent")?)
+        }
+    };
+    "isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False)" => |a|
+        a.tensor("input")?.isclose(&a.tensor("other")?, a.float("rtol")?, a.float("atol")?, a.flag("equal_nan"));
+    "clamp_min(input, min)" => |a| a.tensor("input")?.clamp_min(a.operand("min")?.operand());
+    "clamp_max(input, max)" => |a| a.tensor("input")?.clamp_max(a.operand("max")?.operand());
+    "clamp(input, min=None, max=None)" => |a| match (a.optional_tensor("min"), a.optional_tensor("max")) {
+        (Some(min), Some(max)) => a.tensor("input")?.clamp_tensor(&min, &max),
+        (Some(min), None) => a.tensor("input")?.clamp_min(&min),
+        (None, Some(max)) => a.tensor("input")?.clamp_max(&max),
+        (None, None) => a.tensor("input")?.clamp(a.optional_float("min"), a.optional_float("max")),
+    };
+    "lerp(input, end, weight)" => |a| a.tensor("input")?.lerp(&a.tensor("end")?, a.operand("weight")?.operand());
+    "item(input)" => |a| {
+        let x = a.tensor("input")?;
+        Ok::<_, Error>(match a.is_bool("input") {
+            true => CallOutput::Bool(x.to_dtype(DType::F64)?.reshape(&[])?.item::<f64>()? != 0.0),
+            false => CallOutput::Number(x.to_dtype(DType::F64)?.reshape(&[])?.item::<f64>()?),
+        })
+    };
+    "zero_(input)" => |a| a.tensor("input")?.zeros_like(); // a tensor is immutable: the new value
+    "fill(input, value)" => |a| match a.optional_tensor("value") {
+        Some(value) => {
+            let x = a.tensor("input")?;
+            value.to_dtype(x.dtype())?.expand(&super::views::signed(x.shape()))
+        }
+        None => a.tensor("input")?.full_like(a.number("value")?),
     };
 }
 

@@ -14,7 +14,8 @@ use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::batched_matmul_bias;
 
 impl DTensor {
-    /// Applies a linear layer: this tensor `[..., in]` times the transpose of `weight`, `[out, in]`, plus `bias`, `[out]`.
+    /// Applies a linear layer: this tensor `[..., in]` times the transpose of `weight`, `[out, in]`, plus `bias`, `[out]`. A weight `[in]` gives one
+    /// feature without a dimension.
     ///
     /// Communicates as [`matmul`](Self::matmul) does. With a weight sharded on dimension 0 (column-parallel) the result is
     /// sharded on its last dimension; sharded on dimension 1 together with the features of the input (row-parallel), the
@@ -24,6 +25,11 @@ impl DTensor {
     /// If the features of the input are not those of the weight.
     #[track_caller]
     pub fn linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
+        if self.ndim() > 0 && weight.ndim() == 1 {
+            // One feature of the result, without a dimension of its own.
+            let product = self.matmul(weight)?;
+            return bias.map_or(Ok(product.clone()), |bias| product.add(bias));
+        }
         if self.ndim() == 0 || weight.ndim() != 2 {
             return Err(ErrorKind::shape(self.shape()).error(
                 "operands",
@@ -69,7 +75,7 @@ impl DTensor {
     /// Communicates as [`matmul`](Self::matmul) and [`add`](Self::add) do.
     #[track_caller]
     pub fn addmm(&self, a: &DTensor, b: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
-        scaled(&a.mm(b)?, alpha)?.add(&scaled(self, beta)?)
+        self.scaled_sum(&a.mm(b)?, beta, alpha)
     }
 
     /// Returns `beta * self + alpha * (a @ b)` for batches of matrices `[batch, m, k]` and `[batch, k, n]`.
@@ -77,7 +83,17 @@ impl DTensor {
     /// Communicates as [`bmm`](Self::bmm) and [`add`](Self::add) do.
     #[track_caller]
     pub fn baddbmm(&self, a: &DTensor, b: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
-        scaled(&a.bmm(b)?, alpha)?.add(&scaled(self, beta)?)
+        self.scaled_sum(&a.bmm(b)?, beta, alpha)
+    }
+
+    /// `beta * self + alpha * product`. With `beta` 0 this tensor does not count, not even where it is NaN, as in PyTorch.
+    #[track_caller]
+    fn scaled_sum(&self, product: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
+        if beta != 0.0 {
+            return scaled(product, alpha)?.add(&scaled(self, beta)?);
+        }
+        // Shapes are checked as if it did.
+        scaled(product, alpha)?.add(&self.detach().zeros_like()?)
     }
 }
 

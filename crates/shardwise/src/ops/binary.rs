@@ -111,7 +111,7 @@ macro_rules! functions {
         pub(super) const OPS: &[OpEntry] = &[
             $(OpEntry {
                 name: stringify!($name),
-                samples: if Binary::$name.divides() { real_samples } else { samples },
+                samples: if Binary::$name.divides() || Binary::$name.is_for_reals() { real_samples } else { samples },
                 apply: |x| Ok(vec![x[0].$name(&x[1])?]),
             },)*
         ];
@@ -283,6 +283,72 @@ functions! {
     logical_xor: Bool, &[], |a, b| each(if (a != 0.0) != (b != 0.0) { 1.0 } else { 0.0 }),
         integer(i64::from((a != 0) != (b != 0)))
         => not_differentiable;
+    /// Returns the elementwise maximum; where one operand is NaN, the other.
+    fmax: Promoted, &[], |a, b| each(if a >= b || b.is_nan() { a } else { b }), integer(a.max(b))
+        => gradients(nonlinear(|a, b, g| first_counts(&a.ge(b)?, b)?.where_cond(g, &zero(g)?)),
+            nonlinear(|a, b, g| first_counts(&a.ge(b)?, b)?.where_cond(&zero(g)?, g)));
+    /// Returns the elementwise minimum; where one operand is NaN, the other.
+    fmin: Promoted, &[], |a, b| each(if a <= b || b.is_nan() { a } else { b }), integer(a.min(b))
+        => gradients(nonlinear(|a, b, g| first_counts(&a.le(b)?, b)?.where_cond(g, &zero(g)?)),
+            nonlinear(|a, b, g| first_counts(&a.le(b)?, b)?.where_cond(&zero(g)?, g)));
+    /// Returns the larger of each element and a lower bound; NaN if either is. The gradient of equal elements goes to this tensor.
+    clamp_min: Promoted, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), integer(a.max(b))
+        => gradients(nonlinear(|a, b, g| a.ge(b)?.where_cond(g, &zero(g)?)), nonlinear(|a, b, g| a.lt(b)?.where_cond(g, &zero(g)?)));
+    /// Returns the smaller of each element and an upper bound; NaN if either is. The gradient of equal elements goes to this tensor.
+    clamp_max: Promoted, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), integer(a.min(b))
+        => gradients(nonlinear(|a, b, g| a.le(b)?.where_cond(g, &zero(g)?)), nonlinear(|a, b, g| a.gt(b)?.where_cond(g, &zero(g)?)));
+    /// Returns the magnitude of this tensor with the sign of `other`.
+    copysign: Float, &[], |a, b| each(a.copysign(b)), integer(float_only(a, b))
+        => gradients(nonlinear(|a, b, g| {
+            let flips = a.copysign(b)?.div(a)?;
+            g.mul(&a.eq(&zero(a)?)?.where_cond(&zero(a)?, &flips)?)
+        }), gradient_only(zero));
+    /// Returns the next floating-point number after this tensor's, towards `other`.
+    nextafter: Promoted, &[], |a, b| each(
+        if a.is_nan() || b.is_nan() { a + b } else if a == b { b } else if a < b { a.next_up() } else { a.next_down() }
+    ), integer(float_only(a, b))
+        => gradients(nonlinear(|a, b, g| a.eq(b)?.where_cond(&zero(g)?, g)), nonlinear(|a, b, g| a.eq(b)?.where_cond(g, &zero(g)?)));
+    /// Returns `log(exp(self) + exp(other))` without overflow.
+    logaddexp: Float, &[], |a, b| each({
+        let (most, distance) = (if a > b || a.is_nan() { a } else { b }, (a - b).abs());
+        if a == b && a.is_infinite() { a } else { most + (-distance).exp().ln_1p() }
+    }), integer(float_only(a, b))
+        => gradients(nonlinear(|a, b, g| g.div(&b.sub(a)?.exp()?.add_scalar(1.0)?)),
+            nonlinear(|a, b, g| g.div(&a.sub(b)?.exp()?.add_scalar(1.0)?)));
+    /// Returns `log2(2^self + 2^other)` without overflow.
+    logaddexp2: Float, &[], |a, b| each({
+        let (most, distance) = (if a > b || a.is_nan() { a } else { b }, (a - b).abs());
+        if a == b && a.is_infinite() { a } else { most + (1.0 + (-distance).exp2()).log2() }
+    }), integer(float_only(a, b))
+        => gradients(nonlinear(|a, b, g| g.div(&b.sub(a)?.exp2()?.add_scalar(1.0)?)),
+            nonlinear(|a, b, g| g.div(&a.sub(b)?.exp2()?.add_scalar(1.0)?)));
+    /// Returns `self * log(other)`: 0 where this tensor is 0, NaN where `other` is.
+    xlogy: Float, &[], |a, b| each(if b.is_nan() { b } else if a == 0.0 { 0.0 } else { a * b.ln() }), integer(float_only(a, b))
+        => gradients(nonlinear(|a, b, g| {
+            let flat = a.eq(&zero(a)?)?.logical_and(&b.le(&zero(b)?)?)?;
+            flat.where_cond(&zero(g)?, &g.mul(&b.log()?)?)
+        }), nonlinear(|a, b, g| g.mul(&a.div(b)?)));
+    /// Returns the Heaviside step function: 0 for negative elements, 1 for positive ones, `other` for zeros.
+    heaviside: Promoted, &[], |a, b| each(if a == 0.0 { b } else if a > 0.0 { 1.0 } else { 0.0 }),
+        integer(if a == 0 { b } else { i64::from(a > 0) })
+        => not_differentiable;
+    /// Returns the greatest common divisor of integers, which is not negative.
+    gcd: Promoted, &[], |a, b| each(integer_only(a, b)), integer(greatest_divisor(a, b))
+        => not_differentiable;
+    /// Returns the least common multiple of integers, which is not negative.
+    lcm: Promoted, &[], |a, b| each(integer_only(a, b)), integer(match greatest_divisor(a, b) {
+        0 => 0,
+        divisor => (a / divisor).wrapping_mul(b).wrapping_abs(),
+    })
+        => not_differentiable;
+    /// Shifts the bits of integers to the left; a negative number of bits, or more than the type has, gives 0.
+    bitwise_left_shift: Promoted, &[], |a, b| each(integer_only(a, b)),
+        integer(if (0..64).contains(&b) { a.wrapping_shl(b as u32) } else { 0 })
+        => not_differentiable;
+    /// Shifts the bits of integers to the right and keeps the sign; a negative number of bits shifts all of them out.
+    bitwise_right_shift: Promoted, &[], |a, b| each(integer_only(a, b)),
+        integer(a >> if (0..64).contains(&b) { b } else { 63 })
+        => not_differentiable;
     /// Returns the bitwise AND of integers.
     bitwise_and: Promoted, &[], |a, b| each(integer_only(a, b)), integer(a & b)
         => not_differentiable;
@@ -367,6 +433,20 @@ fn share(truth: &DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
     truth.to_dtype(dtype)?.add(&a.eq(b)?.to_dtype(dtype)?.mul_scalar(0.5)?)
 }
 
+/// 1 where the first operand is the result of `fmax` or `fmin`: where it wins, or the second is NaN.
+fn first_counts(wins: &DTensor, second: &DTensor) -> Result<DTensor> {
+    wins.logical_or(&second.isnan()?)
+}
+
+/// The greatest common divisor, not negative.
+fn greatest_divisor(a: i64, b: i64) -> i64 {
+    let (mut a, mut b) = (a.wrapping_abs(), b.wrapping_abs());
+    while b != 0 {
+        (a, b) = (b, a.wrapping_rem(b));
+    }
+    a
+}
+
 /// Fails if an integer divisor is zero.
 fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
     let none = reduce_dims(DimReduction::All, divisors, &(0..divisors.rank()).collect::<Vec<_>>(), &[], DType::U8)?;
@@ -417,6 +497,17 @@ impl Binary {
         matches!(self, Binary::div_floor | Binary::div_trunc | Binary::fmod | Binary::remainder)
     }
 
+    /// Whether floating-point operands are refused.
+    const fn is_for_integers(self) -> bool {
+        use Binary::{bitwise_and, bitwise_left_shift, bitwise_or, bitwise_right_shift, bitwise_xor, gcd, lcm};
+        matches!(self, bitwise_and | bitwise_or | bitwise_xor | bitwise_left_shift | bitwise_right_shift | gcd | lcm)
+    }
+
+    /// Whether integer operands are refused.
+    const fn is_for_reals(self) -> bool {
+        matches!(self, Binary::nextafter)
+    }
+
     /// The type of the result, given the promoted type of the operands.
     fn dtype(self, meet: DType) -> DType {
         match self.function().result_type {
@@ -435,9 +526,14 @@ impl Op for Binary {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let shape = broadcast(self.name(), inputs)?;
         let meet = dtype::promote(inputs[0].dtype, inputs[1].dtype);
-        if matches!(self, Binary::bitwise_and | Binary::bitwise_or | Binary::bitwise_xor) && meet.is_float() {
+        if self.is_for_integers() && meet.is_float() {
             let found = format!("{} and {} in {}", inputs[0].dtype.as_str(), inputs[1].dtype.as_str(), self.name());
             return Err(ErrorKind::dtype(meet).error("operands", found, "integers", "convert the tensors first"));
+        }
+        if self.is_for_reals() && !meet.is_float() {
+            let found = format!("{} and {} in {}", inputs[0].dtype.as_str(), inputs[1].dtype.as_str(), self.name());
+            let fix = "convert the tensors first";
+            return Err(ErrorKind::dtype(meet).error("operands", found, "floating-point numbers", fix));
         }
         let dtype = self.dtype(meet);
         let mut signature = Signature::pointwise(&[&inputs[0].shape, &inputs[1].shape], &shape);

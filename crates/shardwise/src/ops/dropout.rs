@@ -4,6 +4,7 @@ use candle_core::DType;
 
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
+use crate::placement::Placement;
 use crate::random::Distribution;
 use crate::tensor::DTensor;
 
@@ -40,6 +41,60 @@ impl DTensor {
         )?;
         self.mul(&mask.mul_scalar(1.0 / (1.0 - p))?)
     }
+
+    /// Zeroes whole channels, the first two dimensions, with probability `p` and scales the rest by `1 / (1 - p)`. Without a batch
+    /// (`batched` is false) the first dimension has the channels.
+    ///
+    /// Draws as [`dropout`](Self::dropout) does.
+    #[doc(alias = "dropout2d")]
+    #[doc(alias = "dropout3d")]
+    #[track_caller]
+    pub fn feature_dropout(&self, p: f64, training: bool, batched: bool) -> Result<DTensor> {
+        if !training || p == 0.0 || p == 1.0 || self.elem_count() == 0 {
+            return self.dropout(p, training);
+        }
+        self.mul(&self.channel_ones(batched)?.dropout(p, true)?)
+    }
+
+    /// Sets elements to the negative saturation of [`selu`](Self::selu) with probability `p`, and scales and shifts the result so
+    /// that mean and variance stay.
+    ///
+    /// Draws as [`dropout`](Self::dropout) does.
+    #[track_caller]
+    pub fn alpha_dropout(&self, p: f64, training: bool) -> Result<DTensor> {
+        self.saturated(p, training, || self.ones_like())
+    }
+
+    /// Sets whole channels as [`alpha_dropout`](Self::alpha_dropout) does with elements.
+    #[track_caller]
+    pub fn feature_alpha_dropout(&self, p: f64, training: bool) -> Result<DTensor> {
+        self.saturated(p, training, || self.channel_ones(true))
+    }
+
+    #[track_caller]
+    fn saturated(&self, p: f64, training: bool, ones: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
+        const SATURATION: f64 = -1.758_099_340_847_376_6; // of selu at minus infinity
+        if !training || p == 0.0 || self.elem_count() == 0 {
+            return Ok(self.clone());
+        }
+        if p == 1.0 || !(0.0..=1.0).contains(&p) || !self.dtype().is_float() {
+            return self.dropout(p, training);
+        }
+        let scale = 1.0 / ((SATURATION * SATURATION * p + 1.0) * (1.0 - p)).sqrt();
+        let kept = ones()?.dropout(p, true)?.mul_scalar(1.0 - p)?;
+        let dropped = kept.rsub_scalar(1.0)?.mul_scalar(SATURATION * scale)?;
+        let shifted = dropped.add_scalar(-scale * SATURATION * p)?;
+        self.mul(&kept.mul_scalar(scale)?)?.add(&shifted)
+    }
+
+    /// Ones, one per channel, that broadcast with this tensor.
+    #[track_caller]
+    fn channel_ones(&self, batched: bool) -> Result<DTensor> {
+        let kept = if batched { 2 } else { 1 };
+        let shape: Vec<usize> = self.shape().iter().enumerate().map(|(d, &n)| if d < kept { n } else { 1 }).collect();
+        let replicated = vec![Placement::Replicate; self.placements().len()];
+        DTensor::ones(shape, self.dtype(), self.device_mesh(), replicated)
+    }
 }
 
 pub(super) const OPS: &[OpEntry] = &[OpEntry {
@@ -51,6 +106,33 @@ pub(super) const OPS: &[OpEntry] = &[OpEntry {
         Ok(vec![x[0].dropout(0.5, true)?, x[0].dropout(0.5, false)?, x[0].dropout(1.0, true)?])
     },
 }];
+
+pub(super) const COMPOSED_OPS: &[OpEntry] = &[
+    OpEntry {
+        name: "feature_dropout",
+        samples,
+        apply: |x| {
+            x[0].device_mesh().manual_seed(7);
+            Ok(vec![x[0].feature_dropout(0.5, true, true)?, x[0].feature_dropout(0.5, true, false)?])
+        },
+    },
+    OpEntry {
+        name: "alpha_dropout",
+        samples,
+        apply: |x| {
+            x[0].device_mesh().manual_seed(7);
+            Ok(vec![x[0].alpha_dropout(0.5, true)?])
+        },
+    },
+    OpEntry {
+        name: "feature_alpha_dropout",
+        samples,
+        apply: |x| {
+            x[0].device_mesh().manual_seed(7);
+            Ok(vec![x[0].feature_alpha_dropout(0.5, true)?])
+        },
+    },
+];
 
 fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[5, 3], &[1, 8], &[0, 2]];

@@ -23,6 +23,9 @@ impl DTensor {
     /// Keeps the layout. If a reversed dimension is sharded, ranks exchange shards in one step; else communicates nothing.
     #[track_caller]
     pub fn flip(&self, dims: &[isize]) -> Result<DTensor> {
+        if dims.len() == 1 && self.is_scalar_with(dims[0]) {
+            return Ok(self.clone());
+        }
         let resolved = dims.iter().map(|&d| self.resolve_dim("flip", d)).collect::<Result<Vec<_>>>()?;
         if (1..resolved.len()).any(|i| resolved[..i].contains(&resolved[i])) {
             return Err(self.bad_dims("flip", dims, "every dimension at most once"));

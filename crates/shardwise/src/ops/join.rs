@@ -112,6 +112,11 @@ impl DTensor {
             let found = format!("{} shifts and {} dimensions in roll of {}", shifts.len(), dims.len(), self.layout());
             return Err(ErrorKind::Argument.error("shifts", found, "one shift per dimension", "list both"));
         }
+        if let [dim] = *dims
+            && self.is_scalar_with(dim)
+        {
+            return Ok(self.clone());
+        }
         let mut rolled = self.clone();
         for (&shift, &dim) in shifts.iter().zip(dims) {
             let at = self.resolve_dim("roll", dim)?;

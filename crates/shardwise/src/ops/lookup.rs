@@ -3,7 +3,7 @@
 
 use std::panic::Location;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::indices::{WrapIndices, check_indices, not_integer, wrapped};
 use super::scatter::{scatter_add_elements, scatter_add_slices};
@@ -41,6 +41,69 @@ pub enum EmbeddingBagMode {
     Max,
 }
 
+/// Options of [`embedding_with`](DTensor::embedding_with), with PyTorch's names and defaults.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EmbeddingOptions {
+    /// A row that has no gradient; negative ones count from the end.
+    pub padding_idx: Option<i64>,
+    /// Rows with a larger norm are scaled down to it.
+    pub max_norm: Option<f64>,
+    /// The order of that norm.
+    pub norm_type: f64,
+    /// Whether the gradient of a row is divided by how often it was looked up.
+    pub scale_grad_by_freq: bool,
+}
+
+impl Default for EmbeddingOptions {
+    fn default() -> Self {
+        EmbeddingOptions { padding_idx: None, max_norm: None, norm_type: 2.0, scale_grad_by_freq: false }
+    }
+}
+
+/// Options of [`embedding_bag_with`](DTensor::embedding_bag_with), with PyTorch's names and defaults.
+#[derive(Clone, Copy)]
+pub struct EmbeddingBagOptions<'a> {
+    /// Where the bags of a vector of ids begin.
+    pub offsets: Option<&'a DTensor>,
+    /// How a bag is reduced.
+    pub mode: EmbeddingBagMode,
+    /// What every row is multiplied by before it is added.
+    pub per_sample_weights: Option<&'a DTensor>,
+    /// Whether the last offset is the number of ids, and no bag.
+    pub include_last_offset: bool,
+    /// An id that is left out; negative ones count from the end.
+    pub padding_idx: Option<i64>,
+    /// Rows with a larger norm are scaled down to it.
+    pub max_norm: Option<f64>,
+    /// The order of that norm.
+    pub norm_type: f64,
+    /// Whether the gradient of a row is divided by how often it was looked up.
+    pub scale_grad_by_freq: bool,
+}
+
+impl Default for EmbeddingBagOptions<'_> {
+    fn default() -> Self {
+        EmbeddingBagOptions {
+            offsets: None,
+            mode: EmbeddingBagMode::Mean,
+            per_sample_weights: None,
+            include_last_offset: false,
+            padding_idx: None,
+            max_norm: None,
+            norm_type: 2.0,
+            scale_grad_by_freq: false,
+        }
+    }
+}
+
+impl EmbeddingBagOptions<'_> {
+    /// The options of the lookup; padding is left out of the sums instead.
+    fn embedding(&self) -> EmbeddingOptions {
+        let EmbeddingBagOptions { max_norm, norm_type, scale_grad_by_freq, .. } = *self;
+        EmbeddingOptions { padding_idx: None, max_norm, norm_type, scale_grad_by_freq }
+    }
+}
+
 impl DTensor {
     /// Selects slices along a dimension by a vector of indices.
     ///
@@ -51,7 +114,11 @@ impl DTensor {
     /// An index outside of the dimension is an error on the ranks that hold it; the other ranks get it with their next collective.
     #[track_caller]
     pub fn index_select(&self, dim: isize, index: &DTensor) -> Result<DTensor> {
+        if let Some(found) = self.as_vector(dim, |x| x.index_select(0, &index.atleast_1d()?)?.squeeze(Some(0))) {
+            return found;
+        }
         let at = self.resolve_dim("index_select", dim)?;
+        let index = &index.atleast_1d()?;
         if index.ndim() != 1 {
             return Err(index.bad_dims("index_select", &[], "a vector of indices"));
         }
@@ -86,6 +153,91 @@ impl DTensor {
             return Err(self.bad_dims("embedding", &[], "a weight [vocabulary, features]"));
         }
         lookup(IndexSelect { name: "embedding", dim: 0 }, self, ids)
+    }
+
+    /// Looks up rows as [`embedding`](Self::embedding) does, with PyTorch's options.
+    #[track_caller]
+    pub fn embedding_with(&self, ids: &DTensor, options: EmbeddingOptions) -> Result<DTensor> {
+        let mut rows = self.embedding(ids)?;
+        if let Some(most) = options.max_norm {
+            const EPS: f64 = 1e-7; // as in PyTorch
+            // Rows are scaled before they are looked up, which does not change the gradient.
+            let norms = rows.detach().norm(options.norm_type, &[-1], true)?;
+            let factor = norms.add_scalar(EPS)?.reciprocal()?.mul_scalar(most)?;
+            let scaled = rows.detach().mul(&norms.gt(most)?.where_cond(&factor, 1.0)?)?;
+            rows = rows.straight_through(&scaled)?;
+        }
+        if let Some(padding) = options.padding_idx {
+            let padding = if padding < 0 { padding + self.shape()[0] as i64 } else { padding };
+            let counts = ids.ne(padding)?.unsqueeze(-1)?;
+            rows = counts.where_cond(&rows, &rows.detach())?;
+        }
+        if options.scale_grad_by_freq {
+            let flat = ids.reshape(&[ids.elem_count() as isize])?.to_dtype(DType::I64)?;
+            let zeros = self.constant(&Tensor::zeros(self.shape()[0], DType::F64, &Device::Cpu)?)?;
+            let ones = self.constant(&Tensor::ones(ids.elem_count(), DType::F64, &Device::Cpu)?)?;
+            let share = zeros.index_add(0, &flat, &ones)?.reciprocal()?.to_dtype(self.dtype())?.index(ids)?;
+            rows = rows.mul(&share.unsqueeze(-1)?)?.straight_through(&rows)?;
+        }
+        Ok(rows)
+    }
+
+    /// Looks up rows for bags of ids as [`embedding_bag`](Self::embedding_bag) does, with PyTorch's options.
+    ///
+    /// Offsets are gathered. Sums and means add rows to their bags, see [`index_add`](Self::index_add).
+    ///
+    /// # Errors
+    /// If ids, offsets and weights do not fit.
+    #[track_caller]
+    pub fn embedding_bag_with(&self, ids: &DTensor, options: &EmbeddingBagOptions<'_>) -> Result<DTensor> {
+        let EmbeddingBagOptions { offsets, mode, per_sample_weights, include_last_offset, padding_idx, .. } = *options;
+        let wrong = |needed: &str| {
+            let found =
+                format!("ids {} and offsets {:?} in embedding_bag_with", ids.layout(), offsets.map(DTensor::shape));
+            ErrorKind::shape(ids.shape()).error("bags", found, needed.to_string(), "correct the bags")
+        };
+        let count = ids.elem_count();
+        let bags: Vec<usize> = match (ids.ndim(), offsets) {
+            (2, None) => (0..ids.shape()[0]).flat_map(|bag| std::iter::repeat_n(bag, ids.shape()[1])).collect(),
+            (1, Some(offsets)) => {
+                let starts = match offsets.device_mesh().world().is_dry() {
+                    true => vec![0; offsets.elem_count()],
+                    false => offsets.full_tensor()?.to_dtype(DType::I64)?.to_vec1::<i64>()?,
+                };
+                let ends = starts.len() - usize::from(include_last_offset && !starts.is_empty());
+                let bag = |i: usize| starts[..ends].iter().rposition(|&start| start as usize <= i);
+                let bags: Option<Vec<usize>> = (0..count).map(bag).collect();
+                bags.ok_or_else(|| wrong("offsets that begin at 0"))?
+            }
+            _ => return Err(wrong("a matrix of ids, or a vector with offsets")),
+        };
+        let number = match offsets {
+            Some(offsets) => offsets.elem_count() - usize::from(include_last_offset && offsets.elem_count() > 0),
+            None => ids.shape()[0],
+        };
+        let flat = ids.reshape(&[count as isize])?.to_dtype(DType::I64)?;
+        let mut rows = self.embedding_with(&flat, options.embedding())?;
+        if let Some(weights) = per_sample_weights {
+            rows = rows.mul(&weights.reshape(&[count as isize, 1])?)?;
+        }
+        let padding = padding_idx.map(|p| if p < 0 { p + self.shape()[0] as i64 } else { p });
+        let counts = padding.map(|p| flat.ne(p)).transpose()?;
+        let index: Vec<i64> = bags.iter().map(|&bag| bag as i64).collect();
+        let index = self.constant(&Tensor::from_vec(index, count, &Device::Cpu)?)?;
+        let zeros = |width: usize| self.constant(&Tensor::zeros((number, width), self.dtype(), &Device::Cpu)?);
+        let ones = self.constant(&Tensor::ones((count, 1), self.dtype(), &Device::Cpu)?)?;
+        let ones = counts.as_ref().map_or(Ok(ones.clone()), |c| c.unsqueeze(-1)?.where_cond(&ones, 0.0))?;
+        let width = self.shape()[1];
+        if mode == EmbeddingBagMode::Max {
+            let lowest = counts.map_or(Ok(rows.clone()), |c| c.unsqueeze(-1)?.where_cond(&rows, f64::NEG_INFINITY))?;
+            let most = zeros(width)?.index_reduce(0, &index, &lowest, super::ScatterReduce::Amax, false)?;
+            return most.eq(f64::NEG_INFINITY)?.where_cond(0.0, &most);
+        }
+        let sums = zeros(width)?.index_add(0, &index, &rows.mul(&ones)?)?;
+        match mode {
+            EmbeddingBagMode::Mean => sums.div(&zeros(1)?.index_add(0, &index, &ones)?.clamp_min(1.0)?),
+            _ => Ok(sums),
+        }
     }
 
     /// Looks up the rows of this weight for bags of ids, and reduces each bag to one row.
@@ -127,6 +279,16 @@ impl DTensor {
     /// `Partial(Sum)`; this is an operator, not the collective `gather`.
     #[track_caller]
     pub fn gather(&self, dim: isize, index: &DTensor) -> Result<DTensor> {
+        // An empty index may have any number of dimensions.
+        if index.elem_count() == 0 && index.ndim() != self.ndim() {
+            return self.constant(&Tensor::zeros(index.shape(), self.dtype(), &Device::Cpu)?);
+        }
+        if let Some(found) = self.as_vector(dim, |x| x.gather(0, &index.atleast_1d()?)) {
+            return if index.ndim() == 0 { found?.squeeze(Some(0)) } else { found };
+        }
+        if index.ndim() == 0 && self.ndim() == 1 {
+            return self.gather(dim, &index.unsqueeze(0)?)?.squeeze(Some(0));
+        }
         let op = Gather { dim: self.resolve_dim("gather", dim)? };
         Ok(dispatch(&op, &[self, index], Location::caller())?.swap_remove(0))
     }
@@ -158,6 +320,32 @@ impl DTensor {
             return Err(boundaries.bad_dims("bucketize", &[], "a vector of ascending boundaries"));
         }
         Ok(dispatch(&Bucketize, &[self, boundaries], Location::caller())?.swap_remove(0))
+    }
+
+    /// Returns for each of `values` the index at which it would be inserted into the ascending last dimension of this tensor, as i64:
+    /// before equal elements, or after them if `right`. Other dimensions are those of the values, unless this tensor is a vector.
+    ///
+    /// A vector is gathered if it is sharded, and the values stay; see [`bucketize`](Self::bucketize). With more dimensions all pairs
+    /// of elements and values are compared, and the counts of sharded elements are partial sums.
+    ///
+    /// # Errors
+    /// If the dimensions before the last differ.
+    #[track_caller]
+    pub fn searchsorted(&self, values: &DTensor, right: bool) -> Result<DTensor> {
+        let (own, other) = (self.ndim(), values.ndim());
+        if own == 1 && !right {
+            return values.bucketize(self);
+        }
+        let fits = own == 1 || own == other && self.shape()[..own - 1] == values.shape()[..own - 1];
+        if own == 0 || !fits {
+            let found = format!("values {} in searchsorted of {}", values.layout(), self.layout());
+            let needed = "a vector, or equal dimensions before the last";
+            return Err(ErrorKind::shape(values.shape()).error("values", found, needed, "reshape the operands"));
+        }
+        let sorted = if own == 1 { self.clone() } else { self.unsqueeze(-2)? };
+        let values = values.unsqueeze(-1)?;
+        let before = if right { sorted.le(&values)? } else { sorted.lt(&values)? };
+        before.sum(&[-1], false)
     }
 }
 
@@ -339,6 +527,35 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry { name: "gather", samples: gathers, apply: |x| Ok(vec![x[0].gather(0, &x[1])?]) },
     OpEntry { name: "one_hot", samples: ids, apply: |x| Ok(vec![x[0].one_hot(4)?]) },
     OpEntry { name: "bucketize", samples: buckets, apply: |x| Ok(vec![x[0].bucketize(&x[1].mul_scalar(0.0)?)?]) },
+];
+
+pub(super) const COMPOSED_OPS: &[OpEntry] = &[
+    OpEntry {
+        name: "embedding_with",
+        samples: embeddings,
+        apply: |x| {
+            let options = EmbeddingOptions { padding_idx: Some(-1), max_norm: Some(0.5), ..Default::default() };
+            let scaled = EmbeddingOptions { scale_grad_by_freq: true, ..Default::default() };
+            Ok(vec![x[0].embedding_with(&x[1], options)?, x[0].embedding_with(&x[1], scaled)?])
+        },
+    },
+    OpEntry {
+        name: "embedding_bag_with",
+        samples: embeddings,
+        apply: |x| {
+            let modes = [EmbeddingBagMode::Sum, EmbeddingBagMode::Mean, EmbeddingBagMode::Max].into_iter();
+            let options = |mode| EmbeddingBagOptions { mode, padding_idx: Some(0), ..Default::default() };
+            modes.map(|mode| x[0].embedding_bag_with(&x[1], &options(mode))).collect()
+        },
+    },
+    OpEntry {
+        name: "searchsorted",
+        samples: buckets,
+        apply: |x| {
+            let sorted = x[1].mul_scalar(0.0)?;
+            Ok(vec![sorted.searchsorted(&x[0], false)?, sorted.searchsorted(&x[0], true)?])
+        },
+    },
 ];
 
 fn selects() -> Vec<Vec<SampleInput>> {

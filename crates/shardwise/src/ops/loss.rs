@@ -26,7 +26,7 @@ pub enum Reduction {
 
 impl Reduction {
     #[track_caller]
-    fn of(self, losses: DTensor) -> Result<DTensor> {
+    pub(super) fn of(self, losses: DTensor) -> Result<DTensor> {
         match self {
             Reduction::None => Ok(losses),
             Reduction::Sum => losses.sum(&[], false),
@@ -248,6 +248,18 @@ impl DTensor {
         let known = counts.where_cond(target, &target.ones_like()?)?;
         let losses = target.mul(&known.log()?.sub(self)?)?;
         reduction.of(counts.where_cond(&losses, &zero)?)
+    }
+
+    /// Computes the Kullback-Leibler divergence as [`kl_div`](Self::kl_div) does, of target log-probabilities: PyTorch's
+    /// `kl_div(log_target=True)`.
+    #[track_caller]
+    pub fn kl_div_log_target(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
+        if let Some((x, y)) = self.widened_beside(target)? {
+            let dtype = dtype::promote(self.dtype(), target.dtype());
+            return x.kl_div_log_target(&y, reduction)?.to_dtype(dtype);
+        }
+        let target = &target.without_partials("kl_div_log_target", &[])?;
+        reduction.of(target.exp()?.mul(&target.sub(self)?)?)
     }
 
     /// Both tensors in f32 if their promoted type is half precision; see [`widened`](Self::widened).

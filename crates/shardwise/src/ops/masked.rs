@@ -83,7 +83,8 @@ impl DTensor {
     #[track_caller]
     pub fn nonzero(&self) -> Result<DTensor> {
         if self.ndim() == 0 {
-            return Err(self.bad_dims("nonzero", &[], "at least one dimension"));
+            // One row without columns if it is nonzero.
+            return self.unsqueeze(0)?.nonzero()?.narrow(1, 0, 0);
         }
         let site = Location::caller();
         let rows = by_rows(self.layout(), 0, self.ndim())?;

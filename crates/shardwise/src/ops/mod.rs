@@ -1,7 +1,9 @@
 //! The operators of [`DTensor`](crate::DTensor), one family per file: methods, sharding rule, kernel, gradient. [`ops`] lists them all.
 
 mod accumulate;
+mod activation;
 mod affine;
+mod arrange;
 mod attention;
 mod band;
 mod binary;
@@ -9,7 +11,9 @@ mod channel_norm;
 mod contraction;
 mod convolution;
 mod custom_elementwise;
+mod data_dependent;
 mod derivative;
+mod distance;
 mod dropout;
 mod dtype;
 mod einsum;
@@ -23,6 +27,7 @@ mod join;
 mod linalg;
 mod lookup;
 mod loss;
+mod margin_loss;
 mod masked;
 mod narrow;
 mod normalization;
@@ -32,37 +37,53 @@ mod parametrized;
 mod quantized;
 mod reduce;
 mod residual;
+mod resample;
 mod reshape;
 mod scalar;
 mod scan;
 mod scan_gradient;
 mod scatter;
+mod scatter_reduce;
 mod sort;
 mod special;
+mod statistics;
 mod table;
 mod ternary;
 mod unary;
 mod view;
+mod windows;
 
 pub use attention::AttentionOptions;
 pub(crate) use attention::RotaryFrequencies;
 pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
 pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
+pub use data_dependent::Unique;
 pub use fft::FftNorm;
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
 pub use linalg::{LeastSquares, MatrixNorm, ToleranceOptions};
-pub use lookup::EmbeddingBagMode;
+pub use lookup::{EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
 pub use loss::{LossOptions, Reduction};
+pub use margin_loss::{CtcOptions, NllOptions, TripletOptions};
 pub use override_rule::override_rule;
+pub use resample::{GridMode, GridPadding, InterpolateOptions, Interpolation, PadMode};
+pub use scatter_reduce::ScatterReduce;
+pub use statistics::{QuantileInterpolation, Spacing};
 pub use table::{OpEntry, PlacementRule, SampleInput};
+pub use windows::PoolOptions;
 
 /// Iterates over all operators, with sample inputs: what tests and `shardwise ops` enumerate.
 pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
     OPS.iter().flat_map(|family| family.iter())
 }
 
+/// Iterates over the operators that are composed of others, with sample inputs: what they refuse and communicate is what their parts
+/// do, so that tests of rules and bounds take [`ops`], and tests of values and gradients take both.
+pub fn composed_ops() -> impl Iterator<Item = &'static OpEntry> {
+    COMPOSED_OPS.iter().flat_map(|family| family.iter())
+}
+
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 38] = [
+static OPS: [&[OpEntry]; 35] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
@@ -98,6 +119,21 @@ static OPS: [&[OpEntry]; 38] = [
     linalg::NORM_OPS,
     linalg::PRODUCT_OPS,
     special::UNARY_OPS,
+];
+
+/// Composed operators by family.
+static COMPOSED_OPS: [&[OpEntry]; 14] = [
+    activation::OPS,
+    arrange::OPS,
+    scatter_reduce::OPS,
+    lookup::COMPOSED_OPS,
+    dropout::COMPOSED_OPS,
+    windows::OPS,
+    resample::OPS,
+    margin_loss::OPS,
+    distance::OPS,
+    statistics::OPS,
+    data_dependent::OPS,
     special::ORDER_OPS,
     special::BINARY_OPS,
     fft::OPS,

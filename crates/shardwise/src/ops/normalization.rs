@@ -55,7 +55,10 @@ impl DTensor {
     #[track_caller]
     pub(super) fn without_partials(&self, name: &'static str, dims: &[isize]) -> Result<DTensor> {
         // Resolved here, so that a wrong dimension is reported in the name of this operator, not of one that it is composed of.
-        let dims = dims.iter().map(|&d| self.resolve_dim(name, d)).collect::<Result<_>>()?;
+        let dims = match *dims {
+            [dim] if self.is_scalar_with(dim) => Vec::new(),
+            _ => dims.iter().map(|&d| self.resolve_dim(name, d)).collect::<Result<_>>()?,
+        };
         if !self.layout().is_partial() {
             return Ok(self.clone());
         }
@@ -88,6 +91,13 @@ impl DTensor {
     /// Local if the dimension is not sharded. If it is, ranks all-reduce a maximum and a sum per line; the layout stays.
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
+        // Differences of unsigned integers would wrap.
+        if !self.dtype().is_float() {
+            return self.to_dtype(dtype::real(self.dtype()))?.softmax(dim);
+        }
+        if let Some(found) = self.as_vector(dim, |x| x.softmax(0)?.squeeze(Some(0))) {
+            return found;
+        }
         if self.elem_count() == 0 {
             return self.without_partials("softmax", &[dim]);
         }
@@ -107,6 +117,13 @@ impl DTensor {
     /// Communicates as [`softmax`](Self::softmax) does.
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<DTensor> {
+        // Differences of unsigned integers would wrap.
+        if !self.dtype().is_float() {
+            return self.to_dtype(dtype::real(self.dtype()))?.log_softmax(dim);
+        }
+        if let Some(found) = self.as_vector(dim, |x| x.log_softmax(0)?.squeeze(Some(0))) {
+            return found;
+        }
         if self.elem_count() == 0 {
             return self.without_partials("log_softmax", &[dim]);
         }
@@ -126,6 +143,15 @@ impl DTensor {
     /// If a reduced dimension is sharded, ranks all-reduce a maximum and a sum per line.
     #[track_caller]
     pub fn logsumexp(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        // Differences of unsigned integers would wrap.
+        if !self.dtype().is_float() {
+            return self.to_dtype(dtype::real(self.dtype()))?.logsumexp(dims, keepdim);
+        }
+        if let [dim] = *dims
+            && let Some(found) = self.as_vector(dim, |x| x.logsumexp(&[0], false))
+        {
+            return found;
+        }
         if let [dim] = dims
             && self.elem_count() > 0
             && self.holds_whole_rows(*dim)
@@ -186,7 +212,8 @@ impl DTensor {
     #[doc(alias = "vector_norm")]
     #[track_caller]
     pub fn norm(&self, order: f64, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        dims.iter().try_for_each(|&d| self.resolve_dim("norm", d).map(drop))?;
+        let named = |d: isize| if self.is_scalar_with(d) { Ok(()) } else { self.resolve_dim("norm", d).map(drop) };
+        dims.iter().try_for_each(|&d| named(d))?;
         if order.is_finite()
             && let Some(wide) = self.widened()?
         {

@@ -145,7 +145,8 @@ fn reduce(x: &DTensor, kind: ReduceKind, dims: &[isize], keepdim: bool) -> Resul
 /// Resolves negative dimensions; all dimensions if `dims` is empty.
 fn resolve(name: &'static str, dims: &[isize], x: &DTensor) -> Result<Vec<usize>> {
     let ndim = x.ndim();
-    if dims.is_empty() {
+    // A scalar has dimensions 0 and -1 by name, as in PyTorch: there is nothing to reduce.
+    if dims.is_empty() || ndim == 0 && matches!(dims, [0 | -1]) {
         return Ok((0..ndim).collect());
     }
     let mut resolved = Vec::new();

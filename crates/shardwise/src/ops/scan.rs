@@ -80,6 +80,9 @@ impl DTensor {
 
     #[track_caller]
     fn scan(&self, name: &'static str, dim: isize, kind: ScanKind) -> Result<Vec<DTensor>> {
+        if let Some(scanned) = self.as_vector(dim, |x| x.scan(name, 0, kind)) {
+            return scanned?.iter().map(|t| t.squeeze(Some(0))).collect();
+        }
         self.scanned(Scan { dim: self.resolve_dim(name, dim)?, kind, reverse: false, exclusive: false })
     }
 

@@ -39,6 +39,12 @@ impl DTensor {
     /// are gathered along its axes, and this tensor keeps its layout.
     #[track_caller]
     pub fn scatter(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+        if let Some(found) = self.on_vectors(dim, index, source, |x, index, source| x.scatter(0, index, source)) {
+            return found;
+        }
+        if index.elem_count() == 0 {
+            return Ok(self.clone());
+        }
         let op = Scatter { dim: self.resolve_dim("scatter", dim)? };
         let source = source.to_dtype(self.dtype())?;
         Ok(dispatch(&op, &[self, index, &source], Location::caller())?.swap_remove(0))
@@ -49,6 +55,12 @@ impl DTensor {
     /// A sharded source smaller than this tensor is gathered; a larger one gives a partial sum, which is reduced.
     #[track_caller]
     pub fn scatter_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+        if let Some(found) = self.on_vectors(dim, index, source, |x, index, source| x.scatter_add(0, index, source)) {
+            return found;
+        }
+        if index.elem_count() == 0 {
+            return Ok(self.clone());
+        }
         let at = self.resolve_dim("scatter_add", dim)?;
         let site = Location::caller();
         check_sizes("scatter_add", at, self.shape(), index.shape(), source.shape())
@@ -61,8 +73,25 @@ impl DTensor {
     /// Communicates as [`scatter_add`](Self::scatter_add) does.
     #[track_caller]
     pub fn index_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+        if let Some(found) = self.on_vectors(dim, index, source, |x, index, source| x.index_add(0, index, source)) {
+            return found;
+        }
         let at = self.resolve_dim("index_add", dim)?;
+        let index = &index.atleast_1d()?;
         self.add(&scatter_add_slices(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
+    }
+
+    /// Runs an operator on a scalar along a dimension that it has by name alone: all operands as vectors. `None` for any other
+    /// tensor.
+    #[track_caller]
+    fn on_vectors(
+        &self,
+        dim: isize,
+        index: &DTensor,
+        source: &DTensor,
+        run: impl FnOnce(&DTensor, &DTensor, &DTensor) -> Result<DTensor>,
+    ) -> Option<Result<DTensor>> {
+        self.as_vector(dim, |x| run(x, &index.atleast_1d()?, &source.atleast_1d()?)?.squeeze(Some(0)))
     }
 
     /// Returns a copy with `values` written at indices of the first dimensions, or added if `accumulate`.

@@ -40,6 +40,9 @@ impl DTensor {
     /// cheaper.
     #[track_caller]
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(DTensor, DTensor)> {
+        if let Some(sorted) = self.as_vector(dim, |x| flat_pair(x.sort(0, descending)?)) {
+            return sorted;
+        }
         let dim = self.resolve_dim("sort", dim)?;
         let order = if descending { SortOrder::Descending } else { SortOrder::Ascending };
         let op = TopK { name: "sort", dim, k: self.shape()[dim], order, stage: TopKStage::Whole };
@@ -63,6 +66,9 @@ impl DTensor {
     /// If `k` exceeds the size of the dimension.
     #[track_caller]
     pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(DTensor, DTensor)> {
+        if let Some(found) = self.as_vector(dim, |x| flat_pair(x.topk(k, 0, largest)?)) {
+            return found;
+        }
         self.top_k("topk", dim, k, if largest { SortOrder::Descending } else { SortOrder::Ascending })
     }
 
@@ -71,6 +77,9 @@ impl DTensor {
     /// Communicates as [`topk`](Self::topk) does.
     #[track_caller]
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
+        if let Some(found) = self.as_vector(dim, |x| x.kthvalue(k, 0, false)) {
+            return found;
+        }
         let at = self.resolve_dim("kthvalue", dim)? as isize;
         if k == 0 {
             return Err(self.bad_dims("kthvalue", &[0], "k of at least 1"));
@@ -152,6 +161,9 @@ impl DTensor {
 
     #[track_caller]
     fn extreme(&self, name: &'static str, dim: isize, keepdim: bool, order: SortOrder) -> Result<(DTensor, DTensor)> {
+        if let Some(found) = self.as_vector(dim, |x| x.extreme(name, 0, false, order)) {
+            return found;
+        }
         let at = self.resolve_dim(name, dim)? as isize;
         let (values, indices) = self.top_k(name, dim, 1, order)?;
         if keepdim {
@@ -192,6 +204,12 @@ impl DTensor {
         }
         Ok((self.gather(dim as isize, &indices)?, indices))
     }
+}
+
+/// Two vectors of at most one element as scalars.
+#[track_caller]
+fn flat_pair((values, indices): (DTensor, DTensor)) -> Result<(DTensor, DTensor)> {
+    Ok((values.squeeze(Some(0))?, indices.squeeze(Some(0))?))
 }
 
 fn pair(mut outputs: Vec<DTensor>) -> (DTensor, DTensor) {

@@ -95,10 +95,16 @@ impl DTensor {
         call(Ternary::Where, [mask, &number, self])
     }
 
-    /// Interpolates linearly: `self + weight * (b - self)`. Elementwise.
+    /// Interpolates linearly: `self + weight * (b - self)` with a number or a tensor of weights. Elementwise.
     #[track_caller]
-    pub fn lerp(&self, b: &DTensor, weight: f64) -> Result<DTensor> {
-        self.mul_scalar(1.0 - weight)?.add(&b.mul_scalar(weight)?)
+    pub fn lerp<'a>(&self, b: &DTensor, weight: impl Into<Operand<'a>>) -> Result<DTensor> {
+        match weight.into() {
+            Operand::Number(weight) => {
+                let weight = weight.to_f64();
+                self.mul_scalar(1.0 - weight)?.add(&b.mul_scalar(weight)?)
+            }
+            Operand::Tensor(weight) => self.add(&b.sub(self)?.mul(weight)?),
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use super::derivative::{Derivative, zero};
 use super::{OpEntry, SampleInput, dtype};
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
@@ -369,6 +369,37 @@ functions! {
             let t = math::tanh::<FMA>(inner * (x + cubic * x * x * x));
             0.5 * (1.0 + t) + 0.5 * x * (1.0 - t) * (1.0 + t) * inner * (1.0 + 3.0 * cubic * x * x)
         }));
+    /// Returns the inverse cosine of each element.
+    acos: Monotonicity::None, Float, |x| wide(x.acos())
+        => derivative(|x| -1.0 / (1.0 - x * x).sqrt(), |x| x.square()?.rsub_scalar(1.0)?.rsqrt()?.neg());
+    /// Returns the inverse hyperbolic cosine of each element.
+    acosh: Monotonicity::IncreasingWhereDefined, Float, |x| wide(libm::acosh(x))
+        => derivative(|x| 1.0 / (x * x - 1.0).sqrt(), |x| x.square()?.add_scalar(-1.0)?.rsqrt());
+    /// Returns the inverse hyperbolic tangent of each element.
+    atanh: NOT_MONOTONE, Float, |x| wide(libm::atanh(x))
+        => derivative(|x| 1.0 / (1.0 - x * x), |x| x.square()?.rsub_scalar(1.0)?.reciprocal());
+    /// Returns the angle of each element as a complex number: pi for negative ones, 0 for others, NaN for NaN.
+    angle: NOT_MONOTONE, Float, |x| wide(if x.is_nan() { x } else if x < 0.0 { PI } else { 0.0 })
+        => derivative(|_| 0.0, zero);
+    /// Converts degrees to radians.
+    deg2rad: Monotonicity::Linear { increasing: true }, Float, |x| wide(x * (PI / 180.0))
+        => derivative(|_| PI / 180.0, |x| zero(x)?.add_scalar(PI / 180.0));
+    /// Converts radians to degrees.
+    rad2deg: Monotonicity::Linear { increasing: true }, Float, |x| wide(x * (180.0 / PI))
+        => derivative(|_| 180.0 / PI, |x| zero(x)?.add_scalar(180.0 / PI));
+    /// Returns the binary exponent of each element as a floating-point number: `x` is a fraction from 0.5 to 1 times 2 to this
+    /// power. 0 for zeros, infinities and NaN. See [`frexp`](Self::frexp).
+    frexp_exponent: NOT_MONOTONE, Float, |x| wide(f64::from(libm::frexp(x).1) * f64::from(u8::from(x.is_finite())))
+        => not_differentiable;
+    /// Returns the bitwise complement of integers. PyTorch's `bitwise_not` of bool is [`logical_not`](Self::logical_not).
+    bitwise_not: NOT_MONOTONE, Same, |x| each(x), integer(!x)
+        => not_differentiable;
+    /// Returns 1 where an element is positive infinity and 0 otherwise, as u8.
+    isposinf: NOT_MONOTONE, Bool, |x| each(if x.is_infinite() && x > 0.0 { 1.0 } else { 0.0 }), integer(0)
+        => not_differentiable;
+    /// Returns 1 where an element is negative infinity and 0 otherwise, as u8.
+    isneginf: NOT_MONOTONE, Bool, |x| each(if x.is_infinite() && x < 0.0 { 1.0 } else { 0.0 }), integer(0)
+        => not_differentiable;
     /// Returns 1 where an element is NaN and 0 otherwise, as u8.
     isnan: NOT_MONOTONE, Bool, |x| each(if x.is_nan() { 1.0 } else { 0.0 }), integer(0)
         => not_differentiable;
@@ -469,7 +500,12 @@ impl Op for Unary {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let UnaryFunction { result_type, monotonicity, .. } = *self.function();
-        let wraps = matches!(self, Unary::neg | Unary::abs | Unary::square);
+        if *self == Unary::bitwise_not && inputs[0].dtype.is_float() {
+            let found = format!("{} in bitwise_not", inputs[0].dtype.as_str());
+            let kind = ErrorKind::dtype(inputs[0].dtype);
+            return Err(kind.error("operand", found, "integers", "convert the tensor first"));
+        }
+        let wraps = matches!(self, Unary::neg | Unary::abs | Unary::square | Unary::bitwise_not);
         Ok(plan(&inputs[0], result_type, monotonicity, wraps, false))
     }
 

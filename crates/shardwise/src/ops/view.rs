@@ -49,16 +49,22 @@ impl DTensor {
     /// Swaps two dimensions. Local: sharded dimensions stay sharded under their new number.
     #[track_caller]
     pub fn transpose(&self, a: isize, b: isize) -> Result<DTensor> {
+        if self.is_scalar_with(a) && self.is_scalar_with(b) {
+            return Ok(self.clone());
+        }
         let (a, b) = (self.resolve_dim("transpose", a)?, self.resolve_dim("transpose", b)?);
         let mut order: Vec<usize> = (0..self.ndim()).collect();
         order.swap(a, b);
         self.rearranged("transpose", order.into_iter().map(DimSource::Input).collect())
     }
 
-    /// Transposes a matrix, see [`transpose`](Self::transpose).
+    /// Transposes a matrix, see [`transpose`](Self::transpose). A vector or a scalar is returned unchanged.
     #[track_caller]
     pub fn t(&self) -> Result<DTensor> {
-        if self.ndim() != 2 {
+        if self.ndim() < 2 {
+            return Ok(self.clone());
+        }
+        if self.ndim() > 2 {
             return Err(self.bad_dims("t", &[], "a matrix"));
         }
         self.transpose(0, 1)
@@ -91,6 +97,9 @@ impl DTensor {
     /// Local, unless a removed dimension is sharded: then the rank that holds it sends it to the other ranks.
     #[track_caller]
     pub fn squeeze(&self, dim: Option<isize>) -> Result<DTensor> {
+        if dim.is_some_and(|d| self.is_scalar_with(d)) {
+            return Ok(self.clone());
+        }
         let only = dim.map(|d| self.resolve_dim("squeeze", d)).transpose()?;
         let gone = |d: &usize| self.shape()[*d] == 1 && only.is_none_or(|o| o == *d);
         self.rearranged("squeeze", (0..self.ndim()).filter(|d| !gone(d)).map(DimSource::Input).collect())
@@ -128,6 +137,18 @@ impl DTensor {
     #[track_caller]
     fn rearranged(&self, name: &'static str, dims: Vec<DimSource>) -> Result<DTensor> {
         Ok(dispatch(&RearrangeDims { name, dims }, &[self], Location::caller())?.swap_remove(0))
+    }
+
+    /// Whether this is a scalar, and `dim` a dimension that PyTorch gives it by name: 0 or -1.
+    pub(super) fn is_scalar_with(&self, dim: isize) -> bool {
+        self.ndim() == 0 && matches!(dim, 0 | -1)
+    }
+
+    /// Runs an operator along a dimension of a scalar that has it by name alone, as on a vector of one element. `None` for any other
+    /// tensor.
+    #[track_caller]
+    pub(super) fn as_vector<T>(&self, dim: isize, run: impl FnOnce(&DTensor) -> Result<T>) -> Option<Result<T>> {
+        self.is_scalar_with(dim).then(|| run(&self.unsqueeze(0)?))
     }
 
     pub(super) fn resolve_dim(&self, name: &'static str, dim: isize) -> Result<usize> {

@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
-use shardwise::ops::{AttentionOptions, OpEntry, SampleInput, ops};
+use shardwise::ops::{AttentionOptions, OpEntry, SampleInput, composed_ops, ops};
 use shardwise::prelude::*;
 use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::values;
@@ -91,7 +91,7 @@ fn every_rule_on_one_axis_gives_the_unsharded_result() {
         let run = move |world: World| {
             let mesh = world.mesh([("a", ranks)])?;
             let mut checked = 0;
-            for op in ops() {
+            for op in ops().chain(composed_ops()) {
                 for samples in (op.samples)() {
                     let expected = unsharded(op, &world, &samples)?;
                     let mut combinations: Vec<Vec<Vec<Placement>>> = vec![Vec::new()];
@@ -112,7 +112,7 @@ fn every_rule_on_one_axis_gives_the_unsharded_result() {
             Ok(checked)
         };
         let checked = ThreadWorld::new(ranks).unwrap().run(run).unwrap();
-        println!("{} operators, {} combinations on {ranks} ranks", ops().count(), checked[0]);
+        println!("{} operators, {} combinations on {ranks} ranks", ops().chain(composed_ops()).count(), checked[0]);
     }
 }
 
@@ -121,7 +121,7 @@ fn random_layouts_on_two_axes_give_the_unsharded_result() {
     let (cases, seed) = (env_or("SHARDWISE_OP_CASES", 40u64), env_or("SHARDWISE_SEED", 0u64));
     let run = move |world: World| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
-        for (i, op) in ops().enumerate() {
+        for (i, op) in ops().chain(composed_ops()).enumerate() {
             let rng = &mut StdRng::seed_from_u64(seed + i as u64);
             let all = (op.samples)();
             for _ in 0..cases {

@@ -81,6 +81,11 @@ impl DTensor {
         values: &DTensor,
         options: AttentionOptions<'_>,
     ) -> Result<DTensor> {
+        let ndim = self.ndim().max(keys.ndim()).max(values.ndim());
+        if [self, keys, values].iter().any(|t| t.ndim() >= 3 && t.ndim() < ndim) {
+            let [queries, keys, values] = with_batch_dims([self, keys, values], ndim)?;
+            return queries.scaled_dot_product_attention(&keys, &values, options);
+        }
         let [result, _] = self.attend(keys, values, options)?;
         Ok(result)
     }
@@ -210,6 +215,17 @@ fn spread_heads(mask: &DTensor, heads: usize, groups: usize) -> Result<DTensor> 
         1 => mask.unsqueeze(-3),
         _ => mask.unflatten(-3, &[heads as isize, groups as isize]),
     }
+}
+
+/// Queries, keys and values with as many dimensions: missing ones, and those of size 1, before the heads are expanded.
+#[track_caller]
+fn with_batch_dims(tensors: [&DTensor; 3], ndim: usize) -> Result<[DTensor; 3]> {
+    let size = |t: &DTensor, d: usize| (d + t.ndim()).checked_sub(ndim).map_or(1, |own| t.shape()[own]);
+    let batch: Vec<isize> =
+        (0..ndim - 3).map(|d| tensors.iter().map(|t| size(t, d)).find(|&n| n != 1).unwrap_or(1) as isize).collect();
+    let expanded = |t: &DTensor| t.expand(&[batch.as_slice(), &[-1, -1, -1]].concat());
+    let [queries, keys, values] = tensors;
+    Ok([expanded(queries)?, expanded(keys)?, expanded(values)?])
 }
 
 pub(super) const OPS: &[OpEntry] = &[

@@ -124,6 +124,10 @@ impl DTensor {
         bias: Option<&DTensor>,
         options: ConvOptions<D>,
     ) -> Result<DTensor> {
+        // One image without a batch.
+        if self.ndim() == spatial + 1 {
+            return self.unsqueeze(0)?.convolution(name, spatial, weight, bias, options)?.squeeze(Some(0));
+        }
         let groups = options.groups;
         let fits = self.ndim() == spatial + 2
             && weight.ndim() == spatial + 2
@@ -153,6 +157,9 @@ impl DTensor {
         bias: Option<&DTensor>,
         options: ConvTransposeOptions<D>,
     ) -> Result<DTensor> {
+        if self.ndim() == spatial + 1 {
+            return self.unsqueeze(0)?.transposed(name, spatial, weight, bias, options)?.squeeze(Some(0));
+        }
         let groups = options.groups;
         let fits = self.ndim() == spatial + 2
             && weight.ndim() == spatial + 2

@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::factor::{matrix_samples, square_samples};
+use super::factor::square_samples;
 use super::rule::{Whole, check_same_type, matrices, meta, misfit, outputs, refuse_second, signature, square};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
@@ -130,22 +130,6 @@ impl DTensor {
         let placements = vec![Placement::Replicate; x.placements().len()];
         let exponents = DTensor::arange(0.0..n as f64, x.dtype(), x.device_mesh(), placements)?;
         x.unsqueeze(-1)?.pow(&exponents)
-    }
-
-    /// Returns the diagonal of two dimensions, `offset` columns to the right of the main one, as a new last dimension.
-    ///
-    /// If columns are sharded, the result is `Partial(Sum)`; nothing is communicated until it is reduced.
-    #[doc(alias = "linalg.diagonal")]
-    #[track_caller]
-    pub fn linalg_diagonal(&self, offset: isize, rows: isize, columns: isize) -> Result<DTensor> {
-        const NAME: &str = "linalg_diagonal";
-        let [at_rows, at_columns] = [self.resolve_dim(NAME, rows)?, self.resolve_dim(NAME, columns)?];
-        if at_rows == at_columns {
-            return Err(self.bad_dims(NAME, &[rows, columns], "two different dimensions"));
-        }
-        let others = (0..self.ndim()).filter(|&d| d != at_rows && d != at_columns);
-        let order: Vec<isize> = others.chain([at_rows, at_columns]).map(|d| d as isize).collect();
-        self.permute(&order)?.diagonal(offset)
     }
 
     /// Returns the first columns, as many as this tensor has, of the product of Householder reflections, whose vectors are below the
@@ -328,11 +312,6 @@ pub(super) const OPS: &[OpEntry] = &[
             shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64)]).collect()
         },
         apply: |x| Ok(vec![x[0].linalg_vander(Some(3))?]),
-    },
-    OpEntry {
-        name: "linalg_diagonal",
-        samples: matrix_samples,
-        apply: |x| Ok(vec![x[0].linalg_diagonal(0, 0, 1)?, x[0].linalg_diagonal(-1, -1, 0)?]),
     },
     OpEntry {
         name: "linalg_householder_product",

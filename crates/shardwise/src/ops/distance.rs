@@ -1,0 +1,144 @@
+//! Distances, similarities and normalizations by lengths.
+
+use candle_core::DType;
+
+use super::{OpEntry, SampleInput, dtype};
+use crate::error::Result;
+use crate::tensor::DTensor;
+
+impl DTensor {
+    /// Divides by the norm of order `p` along a dimension, which counts as at least `eps`.
+    ///
+    /// Communicates as [`norm`](Self::norm) does.
+    #[track_caller]
+    pub fn normalize(&self, p: f64, dim: isize, eps: f64) -> Result<DTensor> {
+        self.div(&self.norm(p, &[dim], true)?.clamp_min(eps)?)
+    }
+
+    /// Computes the cosine of the angle between vectors along a dimension, after broadcasting; lengths count as at least `eps`.
+    ///
+    /// If the dimension is sharded, three numbers per pair are reduced.
+    #[track_caller]
+    pub fn cosine_similarity(&self, other: &DTensor, dim: isize, eps: f64) -> Result<DTensor> {
+        let both = DTensor::broadcast_tensors(&[self, other])?;
+        let real = |x: &DTensor| x.to_dtype(dtype::real(x.dtype()))?.without_partials("cosine_similarity", &[dim]);
+        let (a, b) = (real(&both[0])?, real(&both[1])?);
+        // The bound does not stop the gradient.
+        let length = |x: &DTensor| -> Result<DTensor> {
+            let norm = x.norm(2.0, &[dim], true)?;
+            norm.straight_through(&norm.detach().clamp_min(eps)?)
+        };
+        a.div(&length(&a)?)?.mul(&b.div(&length(&b)?)?)?.sum(&[dim], false)
+    }
+
+    /// Computes the norm of order `p` of the difference of two tensors, after broadcasting.
+    #[track_caller]
+    pub fn dist(&self, other: &DTensor, p: f64) -> Result<DTensor> {
+        self.sub(other)?.norm(p, &[], false)
+    }
+
+    /// Computes the distances of all pairs of rows of `[.., n, d]` and `[.., m, d]`, as `[.., n, m]`.
+    ///
+    /// Rows of either may stay sharded.
+    #[track_caller]
+    pub fn cdist(&self, other: &DTensor, p: f64) -> Result<DTensor> {
+        if self.ndim() < 2 || other.ndim() < 2 || self.shape().last() != other.shape().last() {
+            return Err(self.bad_dims("cdist", &[], "matrices with rows of one length"));
+        }
+        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?)?;
+        if differences.elem_count() == 0 {
+            // No element gives the distance 0, also where there is nothing to take a maximum of.
+            return differences.sum(&[-1], false);
+        }
+        differences.norm(p, &[-1], false)
+    }
+
+    /// Computes the distances of all pairs of rows of a matrix: the upper triangle of [`cdist`](Self::cdist), row by row.
+    #[track_caller]
+    pub fn pdist(&self, p: f64) -> Result<DTensor> {
+        if self.ndim() != 2 {
+            return Err(self.bad_dims("pdist", &[], "a matrix"));
+        }
+        let n = self.shape()[0];
+        let pairs: Vec<(i64, i64)> = (0..n as i64).flat_map(|i| (i + 1..n as i64).map(move |j| (i, j))).collect();
+        let (left, right): (Vec<i64>, Vec<i64>) = pairs.into_iter().unzip();
+        let index = |list: Vec<i64>| {
+            let count = list.len();
+            self.constant(&candle_core::Tensor::from_vec(list, count, &candle_core::Device::Cpu)?)
+        };
+        let differences = self.index(&index(left)?)?.sub(&self.index(&index(right)?)?)?;
+        if differences.elem_count() == 0 {
+            return differences.sum(&[-1], false);
+        }
+        differences.norm(p, &[-1], false)
+    }
+
+    /// Scales slices of a dimension whose norm of order `p` exceeds `max_norm` down to it.
+    ///
+    /// One norm per slice is reduced.
+    #[track_caller]
+    pub fn renorm(&self, p: f64, dim: isize, max_norm: f64) -> Result<DTensor> {
+        const EPS: f64 = 1e-7; // as in PyTorch
+        let at = self.resolve_dim("renorm", dim)?;
+        let others: Vec<isize> = (0..self.ndim()).filter(|&d| d != at).map(|d| d as isize).collect();
+        let norms = match others.is_empty() {
+            true => self.abs()?,
+            false => self.norm(p, &others, true)?,
+        };
+        let factor = norms.add_scalar(EPS)?.reciprocal()?.mul_scalar(max_norm)?;
+        self.mul(&norms.gt(max_norm)?.where_cond(&factor, 1.0)?)
+    }
+
+    /// Normalizes across neighbouring channels (dimension 1): `x / (k + alpha * mean(x^2 of size channels))^beta`.
+    #[track_caller]
+    pub fn local_response_norm(&self, size: usize, alpha: f64, beta: f64, k: f64) -> Result<DTensor> {
+        if self.ndim() < 3 || size == 0 {
+            return Err(self.bad_dims("local_response_norm", &[], "[n, channels, ..] and a size of at least 1"));
+        }
+        if self.elem_count() == 0 {
+            return Ok(self.clone());
+        }
+        let x = self.without_partials("local_response_norm", &[1])?;
+        let border = [vec![(0, 0); self.ndim() - 2], vec![(size / 2, (size - 1) / 2)]].concat();
+        let squares = x.square()?.pad(&border, 0)?.unfold(1, size, 1)?.mean(&[-1], false)?;
+        x.div(&squares.mul_scalar(alpha)?.add_scalar(k)?.pow_scalar(beta)?)
+    }
+
+    /// Applies a bilinear map: `out[.., o] = self[.., i] * weight[o, i, j] * other[.., j]`, plus a bias.
+    #[track_caller]
+    pub fn bilinear(&self, other: &DTensor, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
+        let product = DTensor::einsum("...i,oij,...j->...o", &[self, weight, other])?;
+        bias.map_or(Ok(product.clone()), |bias| product.add(bias))
+    }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry { name: "normalize", samples: pairs, apply: |x| Ok(vec![x[0].normalize(2.0, 0, 1e-12)?]) },
+    OpEntry { name: "cosine_similarity", samples: pairs, apply: |x| Ok(vec![x[0].cosine_similarity(&x[1], 1, 1e-8)?]) },
+    OpEntry { name: "dist", samples: pairs, apply: |x| Ok(vec![x[0].dist(&x[1], 2.0)?]) },
+    OpEntry { name: "cdist", samples: pairs, apply: |x| Ok(vec![x[0].cdist(&x[1], 2.0)?, x[0].cdist(&x[1], 1.0)?]) },
+    OpEntry { name: "pdist", samples: pairs, apply: |x| Ok(vec![x[0].pdist(2.0)?]) },
+    OpEntry { name: "renorm", samples: pairs, apply: |x| Ok(vec![x[0].renorm(2.0, 0, 0.5)?]) },
+    OpEntry {
+        name: "local_response_norm",
+        samples: images,
+        apply: |x| Ok(vec![x[0].local_response_norm(3, 0.1, 0.75, 1.0)?]),
+    },
+    OpEntry { name: "bilinear", samples: maps, apply: |x| Ok(vec![x[0].bilinear(&x[1], &x[2], None)?]) },
+];
+
+fn pairs() -> Vec<Vec<SampleInput>> {
+    vec![vec![SampleInput::new(&[5, 3], DType::F64), SampleInput::new(&[5, 3], DType::F64)]]
+}
+
+fn images() -> Vec<Vec<SampleInput>> {
+    vec![vec![SampleInput::new(&[2, 4, 3], DType::F64)]]
+}
+
+fn maps() -> Vec<Vec<SampleInput>> {
+    vec![vec![
+        SampleInput::new(&[5, 3], DType::F64),
+        SampleInput::new(&[5, 2], DType::F64),
+        SampleInput::new(&[4, 3, 2], DType::F64),
+    ]]
+}
