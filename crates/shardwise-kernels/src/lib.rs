@@ -13,6 +13,8 @@
 //! | random elements by position | [`random_elements`], [`philox4x32_10`] |
 //! | attention in blocks | [`attention`] |
 //! | convolutions, maxima and means over windows | [`convolution`], [`pooling`] |
+//! | factorizations and solvers of matrices | [`linalg`] |
+//! | special functions | [`special`] |
 //! | quantized blocks of GGUF files | [`quantized`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
@@ -69,6 +71,8 @@ pub mod attention;
 pub mod experts;
 mod optimizer_update;
 mod norm_partial;
+pub mod linalg;
+pub mod special;
 pub mod quantized;
 
 pub use accumulate::{add_assign, same_storage};

@@ -38,6 +38,20 @@ const MADE_OF: &[(&str, &[&str])] = &[
     ("scaled_dot_product_attention", &["matmul"]),
     ("masked_fill", &["where_cond"]),
     ("lerp", &["add"]),
+    ("linalg_cholesky_ex", &["linalg_cholesky"]),
+    ("linalg_ldl_factor", &["linalg_cholesky"]),
+    ("linalg_ldl_solve", &["linalg_cholesky"]),
+    ("linalg_eigh", &["linalg_cholesky"]),
+    ("linalg_eigvalsh", &["linalg_cholesky"]),
+    ("linalg_matrix_sqrth", &["linalg_cholesky"]),
+    ("linalg_cond", &["linalg_inv_ex"]),
+    ("linalg_matrix_power", &["linalg_inv"]),
+    ("linalg_lu_solve", &["lu_unpack"]),
+    ("linalg_tensorinv", &["reshape"]),
+    ("linalg_tensorsolve", &["reshape"]),
+    ("linalg_vecdot", &["mul"]),
+    ("linalg_cross", &["mul"]),
+    ("ormqr", &["linalg_householder_product", "matmul"]),
 ];
 
 /// Whether a message names the operator, and a tensor with its mesh and placements.

@@ -69,7 +69,6 @@ calls! {
             }
         }
     };
-    "linalg.vecdot(x, y, *, dim=-1)" => |a| a.tensor("x")?.mul(&a.tensor("y")?)?.sum(&[a.int("dim")?], false);
     "cross(input, other, dim=None)" => |a| {
         let (x, y) = (a.tensor("input")?, a.tensor("other")?);
         // The first dimension of size 3, if none is named.
@@ -79,7 +78,6 @@ calls! {
         };
         cross(&x, &y, dim)
     };
-    "linalg.cross(input, other, *, dim=-1)" => |a| cross(&a.tensor("input")?, &a.tensor("other")?, a.int("dim")?);
     "nn.functional.bilinear(input1, input2, weight, bias=None)" => |a| a.tensor("input1")?.bilinear(
         &a.tensor("input2")?, &a.tensor("weight")?, a.optional_tensor("bias").as_ref());
 }

@@ -1,10 +1,10 @@
 //! Reductions over dimensions, sorting and scans.
 
-use shardwise::ops::{QuantileInterpolation, Spacing};
+use shardwise::ops::{MatrixNorm, QuantileInterpolation, Spacing};
 use shardwise::prelude::*;
 
 use super::arguments::Arguments;
-use super::calls::calls;
+use super::calls::{IntoOutputs, calls};
 
 calls! {
     // No dimension, or an empty list of them, stands for all dimensions.
@@ -120,14 +120,16 @@ calls! {
     "trace(input)" => |a| a.tensor("input")?.trace();
     "norm(input, p='fro', dim=None, keepdim=False, dtype=None)" => |a| {
         let order = match a.text("p").as_deref() {
-            Some("nuc") => return Err(Error::other("the nuclear norm is not served".to_string())),
+            Some("nuc") => {
+                let dims = a.ints("dim");
+                let [rows, columns] = *dims.as_slice() else { return Ok(nuclear(a, [-2, -1])?.into_outputs()) };
+                return Ok(nuclear(a, [rows, columns])?.into_outputs());
+            }
             Some(_) => 2.0,
             None => a.optional_float("p").unwrap_or(2.0),
         };
         a.tensor("input")?.norm(order, &a.ints("dim"), a.flag("keepdim"))
     };
-    "linalg.vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None)" => |a|
-        a.converted(&a.tensor("x")?, "dtype")?.norm(a.float("ord")?, &a.ints("dim"), a.flag("keepdim"));
     "dist(input, other, p=2)" => |a| a.tensor("input")?.dist(&a.tensor("other")?, a.float("p")?);
     "cdist(x1, x2, p=2.0, compute_mode=None)" => |a| a.tensor("x1")?.cdist(&a.tensor("x2")?, a.float("p")?);
     "renorm(input, p, dim, maxnorm)" => |a|
@@ -169,4 +171,9 @@ fn interpolation(a: &Arguments<'_>) -> QuantileInterpolation {
         Some("nearest") => QuantileInterpolation::Nearest,
         _ => QuantileInterpolation::Linear,
     }
+}
+
+/// The nuclear norm of matrices in two dimensions.
+fn nuclear(a: &Arguments<'_>, dims: [isize; 2]) -> Result<DTensor> {
+    a.tensor("input")?.linalg_matrix_norm(MatrixNorm::Nuclear, dims, a.flag("keepdim"))
 }

@@ -99,8 +99,6 @@ calls! {
         a.tensor("input")?.diag_embed(a.int("offset")?, [a.int("dim1")?, a.int("dim2")?]);
     "diagonal(input, offset=0, dim1=0, dim2=1)" => |a|
         a.tensor("input")?.diagonal_of(a.int("offset")?, [a.int("dim1")?, a.int("dim2")?]);
-    "linalg.diagonal(A, *, offset=0, dim1=-2, dim2=-1)" => |a|
-        a.tensor("A")?.diagonal_of(a.int("offset")?, [a.int("dim1")?, a.int("dim2")?]);
     "diagonal_scatter(input, src, offset=0, dim1=0, dim2=1)" => |a| a.tensor("input")?.diagonal_scatter(
         &a.tensor("src")?, a.int("offset")?, [a.int("dim1")?, a.int("dim2")?]);
     "select_scatter(input, src, dim, index)" => |a|

@@ -18,11 +18,13 @@ mod dropout;
 mod dtype;
 mod einsum;
 mod equation;
+mod fft;
 mod flip;
 mod fused_rows;
 mod index;
 mod indices;
 mod join;
+mod linalg;
 mod linear_activation;
 mod lookup;
 mod loss;
@@ -44,6 +46,7 @@ mod scan_gradient;
 mod scatter;
 mod scatter_reduce;
 mod sort;
+mod special;
 mod statistics;
 mod table;
 mod ternary;
@@ -56,7 +59,9 @@ pub(crate) use attention::RotaryFrequencies;
 pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
 pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
 pub use data_dependent::Unique;
+pub use fft::FftNorm;
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
+pub use linalg::{LeastSquares, MatrixNorm, ToleranceOptions};
 pub use linear_activation::Activation;
 pub use lookup::{EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
 pub use loss::{LossOptions, Reduction};
@@ -80,7 +85,7 @@ pub fn composed_ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 27] = [
+static OPS: [&[OpEntry]; 36] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
@@ -108,10 +113,19 @@ static OPS: [&[OpEntry]; 27] = [
     attention::OPS,
     convolution::OPS,
     convolution::POOLING_OPS,
+    linalg::FACTOR_OPS,
+    linalg::QR_OPS,
+    linalg::SOLVE_OPS,
+    linalg::SPECTRAL_OPS,
+    linalg::DETERMINANT_OPS,
+    linalg::INVERSE_OPS,
+    linalg::NORM_OPS,
+    linalg::PRODUCT_OPS,
+    special::UNARY_OPS,
 ];
 
 /// Composed operators by family.
-static COMPOSED_OPS: [&[OpEntry]; 11] = [
+static COMPOSED_OPS: [&[OpEntry]; 14] = [
     activation::OPS,
     arrange::OPS,
     scatter_reduce::OPS,
@@ -123,4 +137,7 @@ static COMPOSED_OPS: [&[OpEntry]; 11] = [
     distance::OPS,
     statistics::OPS,
     data_dependent::OPS,
+    special::ORDER_OPS,
+    special::BINARY_OPS,
+    fft::OPS,
 ];

@@ -14,6 +14,7 @@ mod sequences;
 mod show;
 mod state;
 mod tape;
+mod windows;
 
 pub use construct::FromLocalOptions;
 pub use expect::check_expectations;
@@ -29,6 +30,7 @@ pub use tape::{Backward, SaveForBackward, SavedTensors, no_grad};
 pub(crate) use tape::{
     Recording, Tape, TapeNode, in_gradient, is_in_gradient, is_recording, next_number, with_recording,
 };
+pub use windows::WindowFunction;
 
 use std::hash::{Hash, Hasher};
 use std::panic::Location;
