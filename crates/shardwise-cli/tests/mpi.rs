@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use command::{Place, TINY, json, lines, succeeds};
+use shardwise_test_suites::public_models::public_model;
 
 /// The command.
 const PROGRAM: &str = env!("CARGO_BIN_EXE_shardwise");
@@ -248,6 +249,42 @@ fn generation_on_processes_gives_the_tokens_of_threads() {
     on(&place, 2, &["generate", &llama]).failed_with(&["invalid prompt", "--batch"]);
     on(&place, 2, &["generate", &llama, "--prompt", "a", "--mesh", "tp=3"]).failed_with(&["tp=3", "job of 2"]);
     on(&place, 2, &["generate", &place.at("none"), "--prompt", "a"]).failed_with(&["invalid model", "none"]);
+}
+
+#[test]
+fn smollm2_gives_the_recorded_tokens_on_1_to_4_processes() {
+    let Some(model) = public_model("smollm2") else { return };
+    let place = Place::new("mpi-smollm2");
+    let recorded =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../shardwise/tests/conformance/data/models/smollm2/cases.json");
+    let recorded = json(&std::fs::read_to_string(recorded).unwrap());
+    let cases = recorded["cases"].as_array().unwrap();
+    let request = |case: &Value| match case["messages"].is_null() {
+        true => serde_json::json!({ "prompt": case["text"] }).to_string(),
+        false => serde_json::json!({ "messages": case["messages"] }).to_string(),
+    };
+    let prompts = place.file("prompts.jsonl", cases.iter().map(request).collect::<Vec<_>>().join("\n"));
+    let tokens = cases.iter().map(|case| case["greedy"].as_array().unwrap().len()).max().unwrap().to_string();
+    let model = model.to_str().unwrap();
+    let arguments = ["generate", model, "--batch", &prompts, "--max-tokens", &tokens, "--temperature", "0", "--json"];
+    for (processes, more) in [(1, &[][..]), (2, &[]), (3, &[]), (4, &[]), (3, &["--quantized"])] {
+        let found = on(&place, processes, &[&arguments[..], more].concat()).printed();
+        let rows: Vec<Value> = found.lines().map(json).collect();
+        assert_eq!(rows.len(), cases.len(), "each is printed once: {found}");
+        for (row, case) in rows.iter().zip(cases) {
+            assert_eq!(row["tokens"], case["greedy"], "{} on {processes} process(es)", case["id"]);
+            assert_eq!(row["text"], case["greedy_text"], "{} on {processes} process(es)", case["id"]);
+            assert_eq!(row["mesh"], format!("tp={processes}"));
+        }
+    }
+    // Text, notes and figures come from the first process.
+    let text = cases.iter().find(|case| case["messages"].is_null()).unwrap()["text"].as_str().unwrap();
+    let ended = on(&place, 2, &["generate", model, "--prompt", text, "--max-tokens", "4", "--temperature", "0"]);
+    assert_eq!(ended.stdout.matches(text).count(), 1, "{}", ended.stdout);
+    for said in ["dequantized to f32", "4 new token(s)"] {
+        assert_eq!(ended.stderr.matches(said).count(), 1, "{}", ended.stderr);
+    }
+    on(&place, 2, &["generate", model, "--prompt", "a", "--top-p", "7"]).failed_with(&["top"]);
 }
 
 #[test]
