@@ -170,7 +170,8 @@ fn read_sentences(path: &Path) -> Result<Vec<String>> {
     };
     let is_json = path.extension().is_some_and(|end| end == "jsonl");
     let mut sentences = Vec::new();
-    for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+    // Rows of the result are the lines of a text, so an empty one counts.
+    for (number, line) in text.lines().enumerate().filter(|(_, line)| !is_json || !line.trim().is_empty()) {
         sentences.push(match is_json {
             false => line.to_string(),
             true => {

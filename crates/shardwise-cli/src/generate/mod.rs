@@ -63,7 +63,7 @@ pub(crate) struct GenerateOptions {
     /// Largest number of new tokens per prompt [default: 200]
     #[arg(long, value_name = "TOKENS")]
     max_tokens: Option<usize>,
-    /// Sampling temperature; 0 is greedy decoding
+    /// Sampling temperature; 0 is greedy decoding. Where decoding is greedy by default, --top-k, --top-p and --min-p set it to 1
     #[arg(long)]
     temperature: Option<f64>,
     /// Sample from this many most likely tokens; 0 takes all
@@ -135,8 +135,12 @@ pub(crate) fn run(options: &GenerateOptions) -> Result<()> {
 /// Resolves and checks all options, and encodes the prompts, before ranks start.
 fn prepare(options: &GenerateOptions) -> Result<GenerateJob> {
     // Before anything is read: a wrong number is wrong for every model.
+    let narrows = options.top_k.is_some() || options.top_p.is_some() || options.min_p.is_some();
     let over = |usual: &Sampling| Sampling {
-        temperature: options.temperature.unwrap_or(usual.temperature),
+        temperature: options.temperature.unwrap_or(match usual.is_greedy() && narrows {
+            true => 1.0,
+            false => usual.temperature,
+        }),
         top_k: options.top_k.unwrap_or(usual.top_k),
         top_p: options.top_p.unwrap_or(usual.top_p),
         min_p: options.min_p.unwrap_or(usual.min_p),

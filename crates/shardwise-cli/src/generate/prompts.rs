@@ -37,9 +37,9 @@ pub(super) struct EncodedPrompt {
 
 impl Request {
     pub(super) fn new(options: &GenerateOptions, source: &GenerationSource) -> Result<Self> {
-        if options.chat && source.is_trained() {
-            let found = "a model of `shardwise train`, which has no chat template";
-            let needed = "a model that was trained on conversations";
+        if options.chat && source.is_trained() && source.tokenizer.chat_template().is_none() {
+            let found = "a model of `shardwise train` without a chat template";
+            let needed = "a model that was trained with --init from one that has a template";
             return Err(ErrorKind::Unsupported.error("chat", found, needed, "use --prompt"));
         }
         let system = options.system.as_deref();
@@ -110,12 +110,11 @@ fn encode_messages(messages: &[Message], source: &GenerationSource) -> Result<Ve
     source.check(&ids).map(|()| ids)
 }
 
-/// A line of a .jsonl file.
+/// A line of a .jsonl file, with one of the two.
 #[derive(Deserialize)]
-#[serde(untagged)]
-enum BatchLine {
-    Prompt { prompt: String },
-    Messages { messages: Vec<Message> },
+struct BatchLine {
+    prompt: Option<String>,
+    messages: Option<Vec<Message>>,
 }
 
 /// The prompts of a file: one per line, or one per JSON object.
@@ -133,14 +132,17 @@ fn read_batch(path: &Path, source: &GenerationSource) -> Result<Vec<EncodedPromp
             continue;
         }
         let needed = "an object with `prompt` or `messages` per line";
-        let line = serde_json::from_str(line).map_err(|error| bad(format!("line {}: {error}", number + 1), needed))?;
-        prompts.push(match line {
-            BatchLine::Prompt { prompt } => encode_text(prompt, source)?,
-            BatchLine::Messages { messages } => EncodedPrompt {
+        let bad_line = |found: String| bad(format!("line {}: {found}", number + 1), needed);
+        let line: BatchLine = serde_json::from_str(line).map_err(|error| bad_line(error.to_string()))?;
+        prompts.push(match (line.prompt, line.messages) {
+            (Some(prompt), None) => encode_text(prompt, source)?,
+            (None, Some(messages)) => EncodedPrompt {
                 text: messages.last().and_then(Message::content).unwrap_or_default(),
                 is_text: false,
                 ids: encode_messages(&messages, source)?,
             },
+            (Some(_), Some(_)) => return Err(bad_line("an object with both".into())),
+            (None, None) => return Err(bad_line("an object with neither".into())),
         });
     }
     if prompts.is_empty() {

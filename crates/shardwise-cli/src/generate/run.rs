@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use shardwise::generate::{CachedPredictor, Generation, NextLogits, UncachedPredictor};
-use shardwise::models::{LoadOptions, PretrainedModel, build, load_planned};
+use shardwise::models::{LoadOptions, ModelConfig, PretrainedModel, build, load_planned};
 use shardwise::prelude::*;
 
 use super::chat;
@@ -32,15 +32,13 @@ pub(super) fn on_rank(world: &World, job: &GenerateJob) -> Result<()> {
             if world.rank() == 0 && !job.json {
                 note_weights(job, &model);
             }
-            let seconds = start.elapsed().as_secs_f64();
-            match &job.request {
-                Request::Nothing => Ok(()),
-                Request::Chat { system } => chat::talk(world, job, &model, system.as_deref(), seconds),
-                Request::Prompts(prompts) => prompts
-                    .chunks(job.batch_size)
-                    .enumerate()
-                    .try_for_each(|(i, rows)| batch(world, job, rows, i, seconds, || cached(&model))),
-            }
+            answer(world, job, &model, start.elapsed().as_secs_f64())
+        }
+        SourceKind::Trained { config: ModelConfig::Pretrained { config, .. }, lora, checkpoint } => {
+            let model = build(config, &job.plan, &mesh, job.source.dtype)?;
+            lora.as_ref().map_or(Ok(()), |lora| lora.apply(&model))?;
+            load_model(world, checkpoint, &model)?;
+            answer(world, job, &model, start.elapsed().as_secs_f64())
         }
         SourceKind::Trained { config, lora, checkpoint } => {
             let model = build(config, &job.plan, &mesh, job.source.dtype)?;
@@ -56,6 +54,18 @@ pub(super) fn on_rank(world: &World, job: &GenerateJob) -> Result<()> {
     }
 }
 
+/// Generates with a model that has a cache. Collective.
+fn answer(world: &World, job: &GenerateJob, model: &PretrainedModel, load_s: f64) -> Result<()> {
+    match &job.request {
+        Request::Nothing => Ok(()),
+        Request::Chat { system } => chat::talk(world, job, model, system.as_deref(), load_s),
+        Request::Prompts(prompts) => prompts
+            .chunks(job.batch_size)
+            .enumerate()
+            .try_for_each(|(i, rows)| batch(world, job, rows, i, load_s, || CachedPredictor::new(model))),
+    }
+}
+
 /// Says whether weights stay quantized, if the file has such ones.
 fn note_weights(job: &GenerateJob, model: &PretrainedModel) {
     let params = model.named_parameters();
@@ -68,10 +78,6 @@ fn note_weights(job: &GenerateJob, model: &PretrainedModel) {
         )),
         StoredForm::KeptQuantized => note(&format!("{kept} of {} weights stay quantized", params.len())),
     }
-}
-
-fn cached(model: &PretrainedModel) -> Result<CachedPredictor<'_>> {
-    CachedPredictor::new(model)
 }
 
 /// Loads with a progress bar on the first rank. Collective.

@@ -94,7 +94,11 @@ impl GenerationSource {
 
     /// Checks that the model accepts a prompt, before it is loaded.
     pub(super) fn check(&self, ids: &[u32]) -> Result<()> {
-        let SourceKind::Pretrained { config, .. } = &self.kind else { return Ok(()) };
+        let config = match &self.kind {
+            SourceKind::Pretrained { config, .. } => &**config,
+            SourceKind::Trained { config: ModelConfig::Pretrained { config, .. }, .. } => config,
+            SourceKind::Trained { .. } => return Ok(()),
+        };
         let (context, vocabulary) = (config.max_positions(), config.vocab_size());
         let bad =
             |found: String, needed: String, fix: &str| Err(ErrorKind::Argument.error("prompt", found, needed, fix));
