@@ -28,26 +28,31 @@ use serde_json::Value;
 use shardwise::prelude::*;
 use signature::Signature;
 
-/// The rows by family.
-static FAMILIES: [&[TorchCall]; 13] = [
-    pointwise::CALLS,
-    reductions::CALLS,
-    views::CALLS,
-    indexing::CALLS,
-    products::CALLS,
-    nn::CALLS,
-    losses::CALLS,
-    masked::CALLS,
-    data_dependent::CALLS,
-    linalg::CALLS,
-    special::CALLS,
-    fft::CALLS,
-    factories::CALLS,
+/// The rows by family, with the title of the family.
+static FAMILIES: [(&str, &[TorchCall]); 13] = [
+    ("Elementwise", pointwise::CALLS),
+    ("Reductions, sorting and scans", reductions::CALLS),
+    ("Views and shapes", views::CALLS),
+    ("Indexing", indexing::CALLS),
+    ("Products", products::CALLS),
+    ("Layers", nn::CALLS),
+    ("Losses", losses::CALLS),
+    ("Masked reductions", masked::CALLS),
+    ("Results whose shape depends on data", data_dependent::CALLS),
+    ("Linear algebra", linalg::CALLS),
+    ("Special functions", special::CALLS),
+    ("Fourier transforms and windows", fft::CALLS),
+    ("Factories", factories::CALLS),
 ];
+
+/// All rows by family, with the title of the family.
+pub fn families() -> impl Iterator<Item = (&'static str, &'static [TorchCall])> {
+    FAMILIES.into_iter()
+}
 
 /// The row of an operator, if it is in the table.
 pub fn find(name: &str) -> Option<&'static TorchCall> {
-    FAMILIES.iter().flat_map(|family| family.iter()).find(|call| call.name() == name)
+    families().flat_map(|(_, calls)| calls).find(|call| call.name() == name)
 }
 
 /// A call of the vectors: PyTorch's arguments, encoded, and the tensors among them.
