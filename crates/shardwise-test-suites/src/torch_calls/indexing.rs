@@ -18,6 +18,10 @@ calls! {
         };
     "masked_fill(input, mask, value)" => |a| match a.optional_tensor("value") {
         Some(value) => value.where_(&a.tensor("mask")?, &a.tensor("input")?),
+        None if a.is_bool("input") => {
+            let value = Number::Integer(i64::from(a.float("value")? != 0.0));
+            a.tensor("input")?.masked_fill(&a.tensor("mask")?, value)
+        }
         None => a.tensor("input")?.masked_fill(&a.tensor("mask")?, a.number("value")?),
     };
 
@@ -54,7 +58,10 @@ calls! {
         };
         match a.text("reduce").as_deref() {
             None => x.scatter(dim, &index, &source),
-            Some("add") => x.scatter_add(dim, &index, &source),
+            Some("add") => {
+                let sum = x.scatter_add(dim, &index, &source)?;
+                if a.is_bool("input") { sum.ne(0) } else { Ok(sum) }
+            }
             Some(_) => x.scatter_reduce(dim, &index, &source, ScatterReduce::Prod, true),
         }
     };

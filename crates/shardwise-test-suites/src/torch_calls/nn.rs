@@ -224,7 +224,11 @@ calls! {
 
 /// Result, mean and reciprocal standard deviation of a batch normalization; the last two are empty without training.
 fn batch_norm(a: &Arguments<'_>, x: &DTensor, training: bool) -> Result<(DTensor, DTensor, DTensor)> {
-    let (weight, bias, eps) = (a.optional_tensor("weight"), a.optional_tensor("bias"), a.float("eps")?);
+    let (weight, bias) = (a.optional_tensor("weight"), a.optional_tensor("bias"));
+    // The form without running statistics has three arguments after the bias.
+    let short = a.value("running_mean").is_boolean();
+    let eps = a.float(if short { "training" } else { "eps" })?;
+    let training = training || short;
     let empty = || DTensor::zeros(0, x.dtype(), a.mesh(), a.replicated());
     if x.elem_count() == 0 && x.ndim() < 2 {
         return Ok((x.clone(), empty()?, empty()?));
@@ -312,7 +316,7 @@ fn pool(a: &Arguments<'_>) -> PoolOptions {
         dilation: if dilation.is_empty() { vec![1] } else { dilation },
         ceil_mode: a.flag("ceil_mode"),
         count_include_pad: a.flag("count_include_pad"),
-        divisor_override: a.optional_int("divisor_override").map(|n| n as usize),
+        divisor_override: a.optional_int("divisor_override").map(|n| n as i64),
     }
 }
 

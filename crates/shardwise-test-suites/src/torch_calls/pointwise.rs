@@ -124,7 +124,7 @@ calls! {
 
     // Three tensors.
     "where(input, condition, other)" => |a|
-        a.tensor("input")?.where_(&a.tensor("condition")?, a.operand("other")?.operand());
+        a.tensor("condition")?.where_cond(a.operand("input")?.operand(), a.operand("other")?.operand());
     "addcmul(input, tensor1, tensor2, *, value=1)" => |a|
         a.tensor("input")?.addcmul(&a.tensor("tensor1")?, &a.tensor("tensor2")?, a.float("value")?);
     "addcdiv(input, tensor1, tensor2, *, value=1)" => |a|
@@ -133,14 +133,17 @@ calls! {
     // Conversions.
     "bfloat16(input)" => |a| a.tensor("input")?.to_dtype(DType::BF16);
     "bool(input)" => |a| a.tensor("input")?.ne(0);
-    "byte(input)" => |a| a.tensor("input")?.to_dtype(DType::U8);
-    "char(input)" => |a| a.tensor("input")?.to_dtype(DType::I16); // candle has no i8
+    // Integers that a type does not hold wrap, real numbers saturate: PyTorch's wrap in both cases.
+    "byte(input)" => |a| a.tensor("input")?.to_dtype(DType::I64)?.to_dtype(DType::U8);
+    // Candle has no i8: the low eight bits of an i16, with their sign.
+    "char(input)" => |a|
+        a.tensor("input")?.to_dtype(DType::I64)?.add(128)?.remainder(256)?.sub(128)?.to_dtype(DType::I16);
     "double(input)" => |a| a.tensor("input")?.to_dtype(DType::F64);
     "float(input)" => |a| a.tensor("input")?.to_dtype(DType::F32);
     "half(input)" => |a| a.tensor("input")?.to_dtype(DType::F16);
-    "int(input)" => |a| a.tensor("input")?.to_dtype(DType::I32);
+    "int(input)" => |a| a.tensor("input")?.to_dtype(DType::I64)?.to_dtype(DType::I32);
     "long(input)" => |a| a.tensor("input")?.to_dtype(DType::I64);
-    "short(input)" => |a| a.tensor("input")?.to_dtype(DType::I16);
+    "short(input)" => |a| a.tensor("input")?.to_dtype(DType::I64)?.to_dtype(DType::I16);
     "to(input, first, second=None, third=None, fourth=None)" => |a| match a.optional_tensor("first") {
         Some(like) => a.tensor("input")?.to_dtype(like.dtype()),
         None => a.converted(&a.converted(&a.tensor("input")?, "first")?, "second"),
@@ -187,8 +190,9 @@ calls! {
     "clamp_max(input, max)" => |a| a.tensor("input")?.clamp_max(a.operand("max")?.operand());
     "clamp(input, min=None, max=None)" => |a| match (a.optional_tensor("min"), a.optional_tensor("max")) {
         (Some(min), Some(max)) => a.tensor("input")?.clamp_tensor(&min, &max),
-        (Some(min), None) => a.tensor("input")?.clamp_min(&min),
-        (None, Some(max)) => a.tensor("input")?.clamp_max(&max),
+        // Not `clamp_min`, which shares the gradient of equal elements.
+        (Some(min), None) => a.tensor("input")?.clamp_tensor(&min, &limit(&min, 1)?),
+        (None, Some(max)) => a.tensor("input")?.clamp_tensor(&limit(&max, -1)?, &max),
         (None, None) => a.tensor("input")?.clamp(a.optional_float("min"), a.optional_float("max")),
     };
     "lerp(input, end, weight)" => |a| a.tensor("input")?.lerp(&a.tensor("end")?, a.operand("weight")?.operand());
@@ -271,4 +275,14 @@ fn largest(dtype: DType) -> (f64, f64) {
         _ => 0.0,
     };
     (most, -most)
+}
+
+/// A bound of the type of a tensor that bounds nothing: the largest number, or the smallest.
+fn limit(like: &DTensor, sign: i64) -> Result<DTensor> {
+    match like.dtype() {
+        dtype if dtype.is_float() => like.full_like(f64::INFINITY * sign as f64),
+        DType::U8 => like.full_like(if sign > 0 { 255 } else { 0 }),
+        DType::I32 => like.full_like(if sign > 0 { i32::MAX } else { i32::MIN }),
+        _ => like.full_like(if sign > 0 { i64::MAX } else { i64::MIN }),
+    }
 }

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 use shardwise::prelude::*;
+use shardwise::tensor::Number;
 
 use super::arguments::Arguments;
 use super::calls::calls;
@@ -84,7 +85,10 @@ calls! {
 
 /// `beta * input + alpha * product`; with `beta` 0 the input does not count, not even where it is NaN.
 fn scaled_sum(a: &Arguments<'_>, product: &DTensor) -> Result<DTensor> {
-    let (beta, alpha) = (a.number("beta")?, a.number("alpha")?);
+    let (mut beta, mut alpha) = (a.number("beta")?, a.number("alpha")?);
+    if !product.dtype().is_float() {
+        (beta, alpha) = (Number::Integer(beta.to_i64()), Number::Integer(alpha.to_i64()));
+    }
     let product = product.mul(alpha)?;
     match beta.to_f64() {
         0.0 => Ok(product),

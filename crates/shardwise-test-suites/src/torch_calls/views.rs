@@ -131,6 +131,7 @@ calls! {
             Some("reflect") => PadMode::Reflect,
             Some("replicate") => PadMode::Replicate,
             Some("circular") => PadMode::Circular,
+            _ if a.is_bool("input") => PadMode::Constant(Number::Integer(i64::from(a.float("value").unwrap_or(0.0) != 0.0))),
             _ => PadMode::Constant(a.number("value").unwrap_or(Number::Integer(0))),
         };
         a.tensor("input")?.pad_with(&borders(&a.ints("pad")), mode)

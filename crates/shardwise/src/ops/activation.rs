@@ -1,4 +1,4 @@
-//! Activations and elementwise functions that are composed of others: shrinkage, thresholds, gated units.
+//! Activations and elementwise functions composed of other operators: shrinkage, thresholds, gated units.
 
 use candle_core::DType;
 
@@ -54,7 +54,12 @@ impl DTensor {
     #[track_caller]
     pub fn celu(&self, alpha: f64) -> Result<DTensor> {
         let x = self.without_partials("celu", &[])?;
-        x.gt(0.0)?.where_cond(&x, &x.clamp(None, Some(0.0))?.div_scalar(alpha)?.expm1()?.mul_scalar(alpha)?)
+        let below = x.clamp(None, Some(0.0))?;
+        let value = below.detach().div_scalar(alpha)?.expm1()?.mul_scalar(alpha)?;
+        // PyTorch's slope divides by alpha in f32, whatever the type.
+        let rounded = f64::from(alpha as f32);
+        let slope = below.div_scalar(rounded)?.expm1()?.mul_scalar(alpha)?;
+        x.gt(0.0)?.where_cond(&x, &slope.straight_through(&value)?)
     }
 
     /// Returns `x - tanh(x)` of each element.
@@ -161,7 +166,8 @@ impl DTensor {
     pub fn logit(&self, eps: Option<f64>) -> Result<DTensor> {
         let x = self.to_dtype(dtype::real(self.dtype()))?.without_partials("logit", &[])?;
         let x = match eps {
-            Some(eps) => x.clamp(Some(eps), Some(1.0 - eps))?,
+            // The lower bound wins where it is above the upper one.
+            Some(eps) => x.clamp(None, Some(1.0 - eps))?.clamp(Some(eps), None)?,
             None => x,
         };
         let x = match eps {

@@ -95,6 +95,11 @@ impl DTensor {
     /// `beta * self + alpha * product`. With `beta` 0 this tensor does not count, not even where it is NaN, as in PyTorch.
     #[track_caller]
     fn scaled_sum(&self, product: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
+        // Integers take the integer part of the factors.
+        let (beta, alpha) = match product.dtype().is_float() || self.dtype().is_float() {
+            true => (beta, alpha),
+            false => (beta.trunc(), alpha.trunc()),
+        };
         if beta != 0.0 {
             return scaled(product, alpha)?.add(&scaled(self, beta)?);
         }

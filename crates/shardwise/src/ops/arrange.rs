@@ -111,7 +111,8 @@ impl DTensor {
     #[doc(alias = "squeeze")]
     #[track_caller]
     pub fn squeeze_dims(&self, dims: &[isize]) -> Result<DTensor> {
-        let mut at = dims.iter().map(|&d| self.resolve_dim("squeeze_dims", d)).collect::<Result<Vec<_>>>()?;
+        let named = dims.iter().filter(|&&d| !self.is_scalar_with(d));
+        let mut at = named.map(|&d| self.resolve_dim("squeeze_dims", d)).collect::<Result<Vec<_>>>()?;
         at.sort_unstable();
         at.dedup();
         at.iter().rev().try_fold(self.clone(), |x, &d| x.squeeze(Some(d as isize)))

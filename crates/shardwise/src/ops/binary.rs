@@ -291,12 +291,14 @@ functions! {
     fmin: Promoted, &[], |a, b| each(if a <= b || b.is_nan() { a } else { b }), integer(a.min(b))
         => gradients(nonlinear(|a, b, g| first_counts(&a.le(b)?, b)?.where_cond(g, &zero(g)?)),
             nonlinear(|a, b, g| first_counts(&a.le(b)?, b)?.where_cond(&zero(g)?, g)));
-    /// Returns the larger of each element and a lower bound; NaN if either is. The gradient of equal elements goes to this tensor.
+    /// Returns the larger of each element and a lower bound; NaN if either is. Equal tensors share the gradient; that of a number goes
+    /// to this tensor, as in [`clamp`](Self::clamp).
     clamp_min: Promoted, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), integer(a.max(b))
-        => gradients(nonlinear(|a, b, g| a.ge(b)?.where_cond(g, &zero(g)?)), nonlinear(|a, b, g| a.lt(b)?.where_cond(g, &zero(g)?)));
-    /// Returns the smaller of each element and an upper bound; NaN if either is. The gradient of equal elements goes to this tensor.
+        => gradients(nonlinear(|a, b, g| g.mul(&share(&a.gt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.gt(a)?, a, b)?)));
+    /// Returns the smaller of each element and an upper bound; NaN if either is. Equal tensors share the gradient; that of a number
+    /// goes to this tensor, as in [`clamp`](Self::clamp).
     clamp_max: Promoted, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), integer(a.min(b))
-        => gradients(nonlinear(|a, b, g| a.le(b)?.where_cond(g, &zero(g)?)), nonlinear(|a, b, g| a.gt(b)?.where_cond(g, &zero(g)?)));
+        => gradients(nonlinear(|a, b, g| g.mul(&share(&a.lt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.lt(a)?, a, b)?)));
     /// Returns the magnitude of this tensor with the sign of `other`.
     copysign: Float, &[], |a, b| each(a.copysign(b)), integer(float_only(a, b))
         => gradients(nonlinear(|a, b, g| {
@@ -369,6 +371,13 @@ fn call(op: Binary, x: &DTensor, other: Operand<'_>) -> Result<DTensor> {
         (Binary::mul, Operand::Number(number)) => return x.mul_scalar(number),
         (Binary::div, Operand::Number(number)) => return x.div_scalar(number.to_f64()),
         (Binary::pow, Operand::Number(number)) => return x.pow_scalar(number.to_f64()),
+        // The bounds of integers are compared exactly, as tensors; they have no gradient.
+        (Binary::clamp_min, Operand::Number(number)) if x.dtype().is_float() => {
+            return x.clamp(Some(number.to_f64()), None);
+        }
+        (Binary::clamp_max, Operand::Number(number)) if x.dtype().is_float() => {
+            return x.clamp(None, Some(number.to_f64()));
+        }
         _ => {}
     }
     let other = other.tensor(x)?;

@@ -42,7 +42,7 @@ impl DTensor {
         }
         let mut found = slices.index(&order)?.runs()?;
         found.inverse = order.zeros_like()?.scatter(0, &order, &found.inverse)?;
-        self.from_slices(found, dim)
+        self.in_own_shape(found, dim)
     }
 
     /// Returns the elements, or the slices of a dimension, that differ from the one before, with the run of every element and the
@@ -57,7 +57,7 @@ impl DTensor {
             return Ok(found);
         };
         let found = self.slices("unique_consecutive", dim)?.runs()?;
-        self.from_slices(found, dim)
+        self.in_own_shape(found, dim)
     }
 
     /// The slices of a dimension as rows of a matrix.
@@ -71,7 +71,7 @@ impl DTensor {
 
     /// Rows that were slices of a dimension of this tensor, in its shape.
     #[track_caller]
-    fn from_slices(&self, found: Unique, dim: isize) -> Result<Unique> {
+    fn in_own_shape(&self, found: Unique, dim: isize) -> Result<Unique> {
         let at = self.resolve_dim("unique", dim)?;
         let mut shape = vec![found.values.shape()[0]];
         shape.extend(self.shape().iter().enumerate().filter(|(d, _)| *d != at).map(|(_, &n)| n));
@@ -104,7 +104,7 @@ impl DTensor {
         Ok(Unique { values, inverse, counts })
     }
 
-    /// Returns the indices of nonzero elements as [`nonzero`](Self::nonzero) does, cut or filled up with `fill` to `size` rows.
+    /// Returns the indices of nonzero elements as [`nonzero`](Self::nonzero) does, truncated or filled up with `fill` to `size` rows.
     #[track_caller]
     pub fn nonzero_static(&self, size: usize, fill: i64) -> Result<DTensor> {
         let found = self.nonzero()?;
@@ -260,7 +260,7 @@ impl DTensor {
 
     /// Returns 1 (u8) where an element is among `others`, or is not if `invert`.
     ///
-    /// The others are sorted and gathered; this tensor keeps its layout.
+    /// The elements to find are sorted and gathered; this tensor keeps its layout.
     #[track_caller]
     pub fn isin(&self, others: &DTensor, invert: bool) -> Result<DTensor> {
         let n = others.elem_count();

@@ -100,7 +100,12 @@ impl DTensor {
         }
         let x = self.without_partials("local_response_norm", &[1])?;
         let border = [vec![(0, 0); self.ndim() - 2], vec![(size / 2, (size - 1) / 2)]].concat();
-        let squares = x.square()?.pad(&border, 0)?.unfold(1, size, 1)?.mean(&[-1], false)?;
+        let sums = x.square()?.pad(&border, 0)?.unfold(1, size, 1)?.sum(&[-1], false)?;
+        // The mean of integers is rounded towards zero, as PyTorch's pool does.
+        let squares = match self.dtype().is_float() {
+            true => sums.div_scalar(size as f64)?,
+            false => sums.div_trunc(size as i64)?,
+        };
         x.div(&squares.mul_scalar(alpha)?.add_scalar(k)?.pow_scalar(beta)?)
     }
 

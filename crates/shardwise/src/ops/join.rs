@@ -9,7 +9,7 @@ use super::{OpEntry, SampleInput, dtype};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, TensorBox, TensorMeta, coordinates, ragged};
 use crate::mesh::Mesh;
-use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, check_one_mesh, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
@@ -32,6 +32,14 @@ impl DTensor {
     /// If there is no tensor, or sizes differ in another dimension.
     #[track_caller]
     pub fn cat(tensors: &[&DTensor], dim: isize) -> Result<DTensor> {
+        // An empty vector fits any other tensor, as in PyTorch.
+        let fits = |t: &&&DTensor| t.shape() != [0];
+        let others: Vec<&DTensor> = tensors.iter().filter(fits).copied().collect();
+        if !others.is_empty() && others.len() < tensors.len() && others[0].ndim() != 1 {
+            let meet = tensors.iter().map(|t| t.dtype()).reduce(dtype::promote).expect("at least one tensor");
+            check_one_mesh("cat", tensors, Location::caller())?;
+            return DTensor::cat(&others, dim)?.to_dtype(meet);
+        }
         let Some(first) = tensors.first() else {
             return Err(ErrorKind::Operands.error(
                 "operands",

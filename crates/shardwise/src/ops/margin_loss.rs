@@ -124,7 +124,7 @@ impl DTensor {
         let low = |x: &DTensor| x.log()?.clamp_min(-100.0);
         let other = target.rsub_scalar(1.0)?;
         let losses = target.mul(&low(&x)?)?.add(&other.mul(&low(&x.rsub_scalar(1.0)?)?)?)?.neg()?;
-        reduction.of(weighted(losses, weight)?)
+        reduction.of(weighted(&losses, weight)?)
     }
 
     /// Computes the binary cross entropy of logits as [`bce_with_logits`](Self::bce_with_logits) does, with a weight per element
@@ -144,7 +144,7 @@ impl DTensor {
             logarithms = logarithms.mul(&positive.add_scalar(-1.0)?.mul(target)?.add_scalar(1.0)?)?;
         }
         let losses = target.rsub_scalar(1.0)?.mul(&x)?.sub(&logarithms)?;
-        reduction.of(weighted(losses, weight)?)
+        reduction.of(weighted(&losses, weight)?)
     }
 
     /// Computes the Huber loss: `0.5 * d^2` where the difference `d` is at most `delta`, else `delta * (d - delta / 2)`.
@@ -225,7 +225,7 @@ impl DTensor {
     ) -> Result<DTensor> {
         let x = self.without_partials("multilabel_soft_margin_loss", &[])?;
         let other = target.rsub_scalar(1.0)?.mul(&x.neg()?.logsigmoid()?)?;
-        let losses = weighted(target.mul(&x.logsigmoid()?)?.add(&other)?.neg()?, weight)?;
+        let losses = weighted(&target.mul(&x.logsigmoid()?)?.add(&other)?.neg()?, weight)?;
         reduction.of(losses.mean(&[-1], false)?)
     }
 
@@ -402,10 +402,10 @@ impl DTensor {
         };
         let width = if targets.ndim() == 2 { targets.shape()[1] } else { 0 };
         let (mut labels, mut skips, mut start) = (vec![blank as i64; n * states], vec![0u8; n * states], 0);
-        for row in 0..n {
+        for (row, &length) in target_lengths.iter().enumerate() {
             let first = if targets.ndim() == 2 { row * width } else { start };
-            start += target_lengths[row];
-            for i in 0..target_lengths[row] {
+            start += length;
+            for i in 0..length {
                 let (at, label) = (row * states + 2 * i + 1, host[first + i]);
                 labels[at] = label;
                 // Only a label that differs from the one before may follow it without a blank.
@@ -467,7 +467,7 @@ impl Default for CtcOptions {
 }
 
 #[track_caller]
-fn weighted(losses: DTensor, weight: Option<&DTensor>) -> Result<DTensor> {
+fn weighted(losses: &DTensor, weight: Option<&DTensor>) -> Result<DTensor> {
     weight.map_or(Ok(losses.clone()), |weight| losses.mul(weight))
 }
 

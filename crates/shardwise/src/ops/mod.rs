@@ -78,7 +78,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
     OPS.iter().flat_map(|family| family.iter())
 }
 
-/// Iterates over the operators that are composed of others, with sample inputs: what they refuse and communicate is what their parts
+/// Iterates over the operators composed of other operators, with sample inputs: what they refuse and communicate is what their parts
 /// do, so that tests of rules and bounds take [`ops`], and tests of values and gradients take both.
 pub fn composed_ops() -> impl Iterator<Item = &'static OpEntry> {
     COMPOSED_OPS.iter().flat_map(|family| family.iter())

@@ -377,7 +377,8 @@ impl Parametrized {
             Parametrized::LeakyRelu(s) => positive(&saved.input(0))?.where_cond(g, &g.mul_scalar(s.0)?)?,
             Parametrized::Elu(s) => {
                 let x = saved.input(0);
-                positive(&x)?.where_cond(g, &g.mul(&x.exp()?.mul_scalar(s.0)?)?)?
+                // NaN has the slope 1, as in PyTorch.
+                x.le(0.0)?.where_cond(&g.mul(&x.exp()?.mul_scalar(s.0)?)?, g)?
             }
             Parametrized::Softplus(beta, threshold) => {
                 let x = saved.input(0).mul_scalar(beta.0)?;

@@ -94,7 +94,7 @@ fn cubic_weights(t: f64) -> [f64; 4] {
     [far(t + 1.0), near(t), near(1.0 - t), far(2.0 - t)]
 }
 
-/// Per new element the old ones that it is made of, with their weights.
+/// Per new element the old ones that it is the weighted sum of, with their weights.
 fn weights(
     mode: Interpolation,
     n: usize,
@@ -186,8 +186,8 @@ impl DTensor {
     /// Pads the last dimensions: `(before, after)` per dimension, from the last dimension backwards as in PyTorch. A negative number
     /// removes elements.
     ///
-    /// A constant border communicates as [`pad`](Self::pad) does. The others select slices: if a padded dimension is sharded, every
-    /// rank contributes those that it holds.
+    /// A constant border communicates as [`pad`](Self::pad) does. Any other border selects slices: if a padded dimension is sharded, every
+    /// rank contributes the slices that it holds.
     ///
     /// # Errors
     /// If a border is longer than the elements that it repeats, or more is removed than there is.
@@ -209,6 +209,14 @@ impl DTensor {
             }
             if n + before + after < 0 || before < -n || after < -n {
                 return Err(wrong("borders that remove no more than there is"));
+            }
+            if mode == PadMode::Circular && (before < 0 || after < 0) {
+                // What is left is repeated.
+                let (cut, end) = ((-before).max(0), n - (-after).max(0));
+                x = x.slice(dim as isize, cut, Some(end.max(cut)), 1)?;
+                let rest = [vec![(0, 0); i], vec![(before.max(0), after.max(0))]].concat();
+                x = x.pad_with(&rest, mode)?;
+                continue;
             }
             if let PadMode::Constant(value) = mode {
                 let (cut, end) = ((-before).max(0), n - (-after).max(0));
@@ -301,7 +309,7 @@ impl DTensor {
     }
 }
 
-/// The elements of one dimension that each point of a grid is made of, and their weights; the weight of one outside is 0.
+/// The elements of one dimension that each point of a grid is the weighted sum of, and their weights; the weight of one outside is 0.
 struct GridAxis {
     places: Vec<DTensor>,
     weights: Vec<DTensor>,

@@ -94,7 +94,7 @@ impl DTensor {
         Ok(dispatch(&op, &[self, index, source], Location::caller())?.swap_remove(0))
     }
 
-    /// Returns a copy with slices of `source` reduced into those that a vector of indices names along a dimension.
+    /// Returns a copy with slices of `source` reduced into the slices that a vector of indices names along a dimension.
     ///
     /// See [`scatter_reduce`](Self::scatter_reduce).
     #[track_caller]
@@ -128,7 +128,7 @@ impl DTensor {
 
     /// Returns a copy with one value, a number or a scalar tensor, at a vector of indices along a dimension.
     ///
-    /// Communicates as [`scatter`](Self::scatter) does.
+    /// The indices are gathered; this tensor keeps its layout.
     #[track_caller]
     pub fn index_fill<'a>(&self, dim: isize, index: &DTensor, value: impl Into<Operand<'a>>) -> Result<DTensor> {
         let value = value.into();
@@ -137,15 +137,15 @@ impl DTensor {
         }
         let at = self.resolve_dim("index_fill", dim)?;
         let index = wrapped("index_fill", &index.atleast_1d()?, self.shape()[at])?;
-        let mut shape = self.shape().to_vec();
-        shape[at] = index.shape()[0];
         let value = match value {
-            Operand::Number(number) => self.narrow(dim, 0, 0)?.detach().full_scalar(number)?,
-            Operand::Tensor(value) => value.reshape(&[])?,
+            Operand::Number(number) => self.full_scalar(number)?,
+            Operand::Tensor(value) => value.reshape(&[])?.to_dtype(self.dtype())?,
         };
-        let source = value.to_dtype(self.dtype())?.expand(&signed(&shape))?;
-        let index = self.slices_index("index_fill", dim, &index, &shape)?;
-        self.scatter(dim, &index, &source)
+        // A mask of the slices, so that one that is named twice counts once in the gradient of the value.
+        let zeros = self.constant(&Tensor::zeros(self.shape()[at], DType::I64, &candle_core::Device::Cpu)?)?;
+        let mask = zeros.index_add(0, &index, &index.ones_like()?)?;
+        let mask = mask.gt(0)?.reshape(&[vec![-1], vec![1; self.ndim() - 1 - at]].concat())?;
+        mask.where_cond(&value, self)
     }
 
     /// Selects elements of the flattened tensor by indices of any shape; negative ones count from the end.
@@ -176,12 +176,14 @@ impl DTensor {
     pub fn take_along_dim(&self, indices: &DTensor, dim: Option<isize>) -> Result<DTensor> {
         let Some(dim) = dim else {
             let flat = |x: &DTensor| x.reshape(&[x.elem_count() as isize]);
-            return flat(self)?.gather(0, &flat(indices)?);
+            return flat(self)?.gather(0, &wrapped("take_along_dim", &flat(indices)?, self.elem_count())?);
         };
         let at = self.resolve_dim("take_along_dim", dim)?;
         let without = |x: &DTensor| {
             let mut shape = x.shape().to_vec();
-            shape.get_mut(at).map(|n| *n = 1);
+            if let Some(n) = shape.get_mut(at) {
+                *n = 1;
+            }
             shape
         };
         let common = broadcast_shape(&[&without(self), &without(indices)]);
@@ -195,7 +197,7 @@ impl DTensor {
             sizes[at] = x.shape()[at] as isize;
             x.expand(&sizes)
         };
-        expanded(self)?.gather(dim, &expanded(indices)?)
+        expanded(self)?.gather(dim, &wrapped("take_along_dim", &expanded(indices)?, self.shape()[at])?)
     }
 
     /// Returns a copy with the elements of `source`, in row-major order, at the places where `mask` is nonzero. Tensor and mask
@@ -269,7 +271,7 @@ impl ReduceAt {
         Ok(vec![Some(of_x), None, Some(of_source)])
     }
 
-    /// Each gradient is the product of all other factors: the result divided by the factor, or by those that are not zero.
+    /// Each gradient is the product of all other factors: the result divided by the factor, or the product of all but one if that is zero.
     fn product_gradients(&self, g: &DTensor, inputs: [&DTensor; 3], result: &DTensor) -> Result<(DTensor, DTensor)> {
         let ([x, index, source], dim) = (inputs, self.dim as isize);
         let reduce = |x: &DTensor, source: &DTensor| {

@@ -105,7 +105,11 @@ macro_rules! functions {
         ];
 
         pub(super) const OPS: &[OpEntry] = &[
-            $(OpEntry { name: stringify!($name), samples, apply: |x| Ok(vec![x[0].$name()?]) },)*
+            $(OpEntry {
+                name: stringify!($name),
+                samples: if matches!(Unary::$name, Unary::bitwise_not) { integers } else { samples },
+                apply: |x| Ok(vec![x[0].$name()?]),
+            },)*
         ];
 
         #[cfg(test)]
@@ -210,7 +214,7 @@ functions! {
         => derivative(|_| -1.0, |x| zero(x)?.add_scalar(-1.0));
     /// Returns the absolute value of each element.
     abs: NOT_MONOTONE, Same, |x| each(x.abs()), integer(x.wrapping_abs())
-        => derivative(|x| if x == 0.0 { 0.0 } else { x.signum() }, DTensor::sign,
+        => derivative(|x| if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }, DTensor::sign,
             f32(|x| if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }));
     /// Returns the sign of each element: -1, 0 or 1; 0 for NaN, as in PyTorch.
     sign: NOT_MONOTONE, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), integer(x.signum())
@@ -385,7 +389,7 @@ functions! {
     /// Returns the inverse hyperbolic tangent of each element.
     atanh: NOT_MONOTONE, Float, |x| wide(libm::atanh(x))
         => derivative(|x| 1.0 / (1.0 - x * x), |x| x.square()?.rsub_scalar(1.0)?.reciprocal());
-    /// Returns the angle of each element as a complex number: pi for negative ones, 0 for others, NaN for NaN.
+    /// Returns the angle of each element as a complex number: pi for negative ones, NaN for NaN, else 0.
     angle: NOT_MONOTONE, Float, |x| wide(if x.is_nan() { x } else if x < 0.0 { PI } else { 0.0 })
         => derivative(|_| 0.0, zero);
     /// Converts degrees to radians.
@@ -584,6 +588,12 @@ pub(super) fn samples() -> Vec<Vec<SampleInput>> {
     let mut all: Vec<Vec<SampleInput>> = shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64)]).collect();
     all.push(vec![SampleInput::new(&[5], DType::I64)]);
     all
+}
+
+/// For functions on bits.
+fn integers() -> Vec<Vec<SampleInput>> {
+    let shapes: [&[usize]; 3] = [&[4, 6], &[5, 3], &[0, 2]];
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect()
 }
 
 #[cfg(test)]

@@ -28,7 +28,7 @@ pub struct PoolOptions {
     /// Whether a mean divides by the padding too.
     pub count_include_pad: bool,
     /// What a mean divides by instead of the size of its window.
-    pub divisor_override: Option<usize>,
+    pub divisor_override: Option<i64>,
 }
 
 impl PoolOptions {
@@ -252,7 +252,7 @@ impl DTensor {
         Ok((whole(&values)?, whole(&indices)?))
     }
 
-    /// Writes elements to the places of the flattened last dimensions that `indices` names, and zeros elsewhere: the inverse of
+    /// Writes elements to the places of the flattened last dimensions that `indices` names, and zeros to the rest: the inverse of
     /// [`max_pool`](Self::max_pool). `sizes` are those of the result.
     #[doc(alias = "max_unpool1d")]
     #[doc(alias = "max_unpool2d")]

@@ -170,6 +170,11 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), space.steps, placements)?;
+        // The ends of a sequence of integers are integers, as in PyTorch.
+        let space = match dtype.is_float() {
+            true => space,
+            false => Linspace { start: space.start.trunc(), end: space.end.trunc(), ..space },
+        };
         by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Number::Real(space.at(i)))
     }
 

@@ -57,7 +57,7 @@ const REASONS: &[Reason] = &[
     (&["diagonal"], EXTREMES, "it is computed by a sum, which does not commute with extremes"),
     (&["mean", "div_scalar"], &["P(sum)"], "integers would be rounded before they are reduced"),
     (&["floor", "ceil", "round", "trunc", "frac"], &[], "nobody rounds integers"),
-    (&["isnan", "isinf", "isfinite", "nan_to_num"], &[], "by chance: all samples are finite"),
+    (&["isnan", "isinf", "isfinite", "nan_to_num", "isposinf", "isneginf"], &[], "by chance: all samples are finite"),
     (&["bucketize"], &["P(sum)", "P(avg)", "P(max)", "P(min)"], "by chance: all boundaries of the sample are zero"),
     (&["embedding_bag"], &["S(1)"], "not the operator communicates but the sample, which flattens the ids"),
     (&["cross_entropy", "nll_loss"], &["S(0)", "S(2)"], "by chance: all ranks have as many targets that count"),
@@ -71,6 +71,24 @@ const REASONS: &[Reason] = &[
         "masks are rarely applied to partial tensors, which are reduced",
     ),
     (&["masked_select"], &["S(0)"], "not elements are sent, but how many of them every rank picks"),
+    (
+        &["acos", "acosh", "atanh", "angle"],
+        EXTREMES,
+        "NaN wins as an extreme, and arguments outside of the domain give it",
+    ),
+    (&["deg2rad", "rad2deg"], &["P(sum)", "P(avg)"], "integers would be rounded before they are reduced"),
+    (&["fmax", "fmin"], &[], "NaN wins as an extreme, and loses here"),
+    (&["clamp_min", "clamp_max"], EXTREMES, "bounds that are extremes: nobody has them"),
+    (&["copysign", "heaviside"], &[], "which of two zeros is the larger is open"),
+    (&["xlogy"], &[], "it rises or falls by the sign of the other operand, which no rule knows"),
+    (&["logaddexp", "logaddexp2"], EXTREMES, "an infinite operand, which stands for none, may give NaN"),
+    (&["nextafter"], &[], "by chance: neighbours differ by less than what is compared"),
+    (&["frexp_exponent"], &[], "by chance: the samples have few exponents"),
+    (
+        &["gcd", "lcm", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift"],
+        &[],
+        "nobody has partial sums or extremes of bits",
+    ),
     (&["bucketize"], &["S(0)"], "boundaries are few: they are gathered rather than the counts reduced"),
 ];
 
