@@ -97,7 +97,7 @@ fn apply<T: MatrixElement>(columns: &mut [T], m: usize, i: usize, v: &[T], tau: 
 /// Returns the first columns, as many as `a` has, of the product of the reflections in `a` and `tau`. f32 and f64.
 ///
 /// # Errors
-/// If the types are others, or memory does not suffice.
+/// If the types are neither f32 nor f64, or memory does not suffice.
 pub fn householder_product(a: &Tensor, tau: &Tensor) -> Result<Tensor> {
     let (of, of_tau) = (MatrixOperand::new(a, 2), MatrixOperand::new(tau, 1));
     let (m, n, count) = (of.size(2), of.size(1), of_tau.size(1));

@@ -125,7 +125,7 @@ fn eliminate_two<T: MatrixElement>(a: &mut [T], n: usize, k: usize) {
 /// rows, of which the second was exchanged.
 ///
 /// # Errors
-/// If the types are others, or memory does not suffice.
+/// If the types are neither f32 nor f64, or memory does not suffice.
 pub fn ldl_solve(ld: &Tensor, pivots: &Tensor, b: &Tensor) -> Result<Tensor> {
     let (of_ld, of_pivots, of_b) = (MatrixOperand::new(ld, 2), MatrixOperand::new(pivots, 1), MatrixOperand::new(b, 2));
     let batch = broadcast(&[of_ld.batch(), of_b.batch()]);

@@ -105,7 +105,7 @@ fn singular<T: MatrixElement>(a: &[T], m: usize, n: usize, hermitian: bool) -> S
 /// singular values. Those below `relative` times the largest count as zero. The batch dimensions broadcast. f32 and f64.
 ///
 /// # Errors
-/// If the types are others, or memory does not suffice.
+/// If the types are neither f32 nor f64, or memory does not suffice.
 pub fn least_squares(a: &Tensor, b: &Tensor, relative: f64) -> Result<(Tensor, Tensor, Tensor)> {
     let (of_a, of_b) = (MatrixOperand::new(a, 2), MatrixOperand::new(b, 2));
     let batch = broadcast(&[of_a.batch(), of_b.batch()]);

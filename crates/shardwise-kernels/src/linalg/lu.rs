@@ -72,7 +72,7 @@ fn factorize<T: MatrixElement>(a: &mut [T], m: usize, n: usize, pivots: &mut [i3
 /// broadcast. f32 and f64.
 ///
 /// # Errors
-/// If the types are others, or memory does not suffice.
+/// If the types are neither f32 nor f64, or memory does not suffice.
 pub fn lu_solve(lu: &Tensor, pivots: &Tensor, b: &Tensor, left: bool, adjoint: bool) -> Result<Tensor> {
     let (of_lu, of_pivots, of_b) = (MatrixOperand::new(lu, 2), MatrixOperand::new(pivots, 1), MatrixOperand::new(b, 2));
     let batch = broadcast(&[of_lu.batch(), of_b.batch()]);

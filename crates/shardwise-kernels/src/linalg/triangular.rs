@@ -21,7 +21,7 @@ pub struct Triangle {
 /// Solves `A X = B`, or `X A = B` unless `left`, with one triangle of `A`. The batch dimensions broadcast. f32 and f64.
 ///
 /// # Errors
-/// If the types are others, or memory does not suffice.
+/// If the types are neither f32 nor f64, or memory does not suffice.
 pub fn solve_triangular(a: &Tensor, b: &Tensor, triangle: Triangle, left: bool) -> Result<Tensor> {
     let (of_a, of_b) = (MatrixOperand::new(a, 2), MatrixOperand::new(b, 2));
     let batch = broadcast(&[of_a.batch(), of_b.batch()]);

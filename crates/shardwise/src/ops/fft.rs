@@ -55,7 +55,7 @@ impl DTensor {
         self.real_result("fft_hfft", s.as_deref(), Some(&[dim]), norm, Direction::Forward)
     }
 
-    /// Returns the inverse of `rfftn`: [`fft_irfft`](Self::fft_irfft) along the last of `dims`, and inverse transforms along the others.
+    /// Returns the inverse of `rfftn`: [`fft_irfft`](Self::fft_irfft) along the last of `dims`, and inverse transforms along the dimensions before it.
     ///
     /// `s` are the sizes of the result, -1 for that of this tensor. Without `dims`, they are the last ones, as many as `s` has, or all.
     #[doc(alias = "fft.irfftn")]
@@ -65,7 +65,7 @@ impl DTensor {
         self.real_result("fft_irfftn", s, dims, norm, Direction::Inverse)
     }
 
-    /// Returns [`fft_hfft`](Self::fft_hfft) along the last of `dims` after Fourier transforms along the others.
+    /// Returns [`fft_hfft`](Self::fft_hfft) along the last of `dims` after Fourier transforms along the dimensions before it.
     ///
     /// `s` and `dims` as for [`fft_irfftn`](Self::fft_irfftn).
     #[doc(alias = "fft.hfftn")]

@@ -17,7 +17,7 @@ pub enum WindowFunction {
     Bartlett,
     /// Three cosine terms.
     Blackman,
-    /// Half a wave of a sine, at the middles of the points.
+    /// A sine from 0 to pi, at the middles of the points.
     Cosine,
     /// An exponential that falls to both sides of a center; `None` is the middle.
     Exponential {

@@ -167,7 +167,7 @@ const MORE_THAN_RECORDED: [(&str, &str); 13] = [
 ];
 
 fn class(name: &str) -> &'static Class {
-    const ON_MATRICES: &Class = &Matrices(100.0, 400.0);
+    const ON_MATRICES: &Class = &Matrices(11.1, 9.5);
     let older = ["cholesky_inverse", "cholesky_solve", "logdet", "lu_unpack", "matrix_exp", "ormqr"];
     if name.starts_with("linalg_") || older.contains(&name) {
         return ON_MATRICES;

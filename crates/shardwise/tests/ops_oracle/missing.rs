@@ -64,6 +64,17 @@ const REASONS: &[Reason] = &[
     (&["nll_loss"], &[], "the mean divides by a number of targets that may be zero"),
     (&["clamp_tensor"], EXTREMES, "bounds that are extremes: nobody has them"),
     (&["cumsum"], &["P(sum)", "P(avg)"], "integers are widened before they are added up"),
+    (&["special_i1"], EXTREMES, "an infinite operand, which stands for none, gives NaN"),
+    (
+        &[
+            "special_modified_bessel_k0",
+            "special_modified_bessel_k1",
+            "special_scaled_modified_bessel_k0",
+            "special_scaled_modified_bessel_k1",
+        ],
+        &["P(min)"],
+        "they fall where they are defined, and are NaN below: the largest of their values is not NaN if one is",
+    ),
     (&["rsqrt"], &["P(min)"], "which of two zeros is the smaller is open, and their reciprocals are far apart"),
     (
         &["masked_select"],

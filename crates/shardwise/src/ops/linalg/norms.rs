@@ -114,6 +114,7 @@ impl DTensor {
     #[track_caller]
     pub fn linalg_norm(&self, ord: Option<MatrixNorm>, dims: Option<&[isize]>, keepdim: bool) -> Result<DTensor> {
         const NAME: &str = "linalg_norm";
+        check_float(NAME, self)?;
         let Some(ord) = ord else { return self.linalg_vector_norm(2.0, dims.unwrap_or(&[]), keepdim) };
         let all = [-2, -1];
         match (dims, ord) {

@@ -83,14 +83,14 @@ pub(super) fn misfit(name: &str, inputs: &[&TensorMeta], needed: &str) -> crate:
     ErrorKind::shape(&inputs[0].shape).error("operands", found, needed, "reshape or transpose the operands")
 }
 
-/// The batch dimensions that those of the operands broadcast to.
+/// The batch dimensions that the batch dimensions of the operands broadcast to.
 pub(super) fn broadcast_batch(name: &str, inputs: &[&TensorMeta], batches: &[&[usize]]) -> Result<Vec<usize>> {
     let needed = "batch dimensions that are equal or 1, counted from the last";
     broadcast_shape(batches).map(|b| b.into_vec()).ok_or_else(|| misfit(name, inputs, needed))
 }
 
 /// The signature of an operator that works on every item of a batch alone. Each tensor is given by its own batch dimensions, which
-/// broadcast to `batch`, and by the dimensions of an item; those that are [`Free`] are one dimension of the operator.
+/// broadcast to `batch`, and by the dimensions of an item; [`Free`] ones are one dimension of the operator.
 pub(super) fn signature(
     batch: &[usize],
     inputs: &[(&[usize], &[ItemDim])],
@@ -111,7 +111,7 @@ pub(super) fn meta(batch: &[usize], item: &[usize], dtype: DType) -> TensorMeta 
     TensorMeta { shape: [batch, item].concat(), dtype }
 }
 
-/// Fails if a matrix of this rank could not be factorized. `info` is 0 for those that could.
+/// Fails if a matrix of this rank could not be factorized: if its `info` is not 0.
 pub(super) fn check_info(name: &str, info: &candle_core::Tensor, needed: &str) -> Result<()> {
     let failed = shardwise_kernels::to_f64_vec(info)?;
     let Some((at, step)) = failed.iter().enumerate().find(|(_, step)| **step != 0.0) else { return Ok(()) };

@@ -228,7 +228,12 @@ impl Op for Special {
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        Ok(plan(&inputs[0], UnaryResultType::Float, Monotonicity::None, false, false))
+        let monotonicity = match self {
+            Special::special_erfcx => Monotonicity::Decreasing,
+            Special::special_ndtr | Special::special_log_ndtr => Monotonicity::Increasing,
+            _ => Monotonicity::None,
+        };
+        Ok(plan(&inputs[0], UnaryResultType::Float, monotonicity, false, false))
     }
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
