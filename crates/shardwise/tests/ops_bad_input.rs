@@ -49,6 +49,7 @@ const MADE_OF: &[(&str, &[&str])] = &[
     ("linalg_lu_solve", &["lu_unpack"]),
     ("linalg_tensorinv", &["linalg_inv"]),
     ("linalg_tensorsolve", &["linalg_solve"]),
+    ("linalg_multi_dot", &["einsum"]),
     ("linalg_vecdot", &["mul"]),
     ("linalg_cross", &["mul"]),
     ("ormqr", &["linalg_householder_product", "matmul"]),

@@ -45,8 +45,7 @@ fn factorize<T: MatrixElement>(a: &mut [T], n: usize) -> i32 {
         }
         let left = row[i] - dot(&row[..i], &row[..i]);
         row[i + 1..].fill(T::ZERO);
-        // Also stops at NaN, which compares as false.
-        if !(left > T::ZERO) {
+        if left <= T::ZERO || left.is_nan() {
             row[i] = left;
             for later in i + 1..n {
                 a[later * n + i + 1..(later + 1) * n].fill(T::ZERO);

@@ -42,7 +42,7 @@ fn factorize<T: MatrixElement>(a: &mut [T], n: usize, pivots: &mut [i32]) -> i32
         };
         let (most, row) = below(a, k, k + 1);
         let head = a[k * n + k].abs();
-        if head.larger(most) == T::ZERO || head != head {
+        if head.larger(most) == T::ZERO || head.is_nan() {
             info = if info == 0 { k as i32 + 1 } else { info };
             pivots[k] = k as i32 + 1;
             k += 1;

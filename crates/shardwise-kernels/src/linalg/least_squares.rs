@@ -38,7 +38,7 @@ pub fn pseudo_inverse(a: &Tensor, tolerance: &Tolerance, hermitian: bool) -> Res
                     add_multiple(row, x / value, left);
                 }
             }
-            if found.values.iter().any(|value| value != value) {
+            if found.values.iter().any(|value| value.is_nan()) {
                 inverse.fill(T::NAN);
             }
         })?;
@@ -60,7 +60,7 @@ pub fn matrix_rank(a: &Tensor, tolerance: &Tolerance, hermitian: bool) -> Result
             let found = singular(item(a, of.place(batch, at), m * n), m, n, hermitian);
             let least = limit(at, &found.values);
             // No rank is right for a matrix with NaN; -1 is none.
-            rank[0] = match found.values.iter().any(|value| value != value) {
+            rank[0] = match found.values.iter().any(|value| value.is_nan()) {
                 true => -1,
                 false => found.values.iter().filter(|value| value.abs().wide() > least).count() as i64,
             };
@@ -118,7 +118,7 @@ pub fn least_squares(a: &Tensor, b: &Tensor, relative: f64) -> Result<(Tensor, T
                 let found = Svd::new(item(a, of_a.place(&batch, at), m * n), m, n);
                 let b = item(b, of_b.place(&batch, at), of_b.elements());
                 values.copy_from_slice(&found.values);
-                if values.iter().any(|value| value != value) {
+                if values.iter().any(|value| value.is_nan()) {
                     x.fill(T::NAN);
                     return;
                 }

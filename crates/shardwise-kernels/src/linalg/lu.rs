@@ -198,7 +198,7 @@ pub fn determinant(a: &Tensor) -> Result<Determinants> {
                         product *= x;
                         logarithm += x.abs().wide().ln();
                         // NaN stays NaN.
-                        signs *= if x == T::ZERO || x != x { x } else { T::ONE.copysign(x) };
+                        signs *= if x == T::ZERO || x.is_nan() { x } else { T::ONE.copysign(x) };
                     }
                     (value[0], sign[0], log_magnitude[0]) = (product, signs, T::narrow(logarithm));
                 })?;

@@ -17,6 +17,7 @@ pub(super) trait MatrixElement: WithDType + Neg<Output = Self> {
     fn sqrt(self) -> Self;
     fn abs(self) -> Self;
     fn is_finite(self) -> bool;
+    fn is_nan(self) -> bool;
     /// The magnitude of this number with the sign of another.
     fn copysign(self, sign: Self) -> Self;
     /// `self * by + to`, rounded once if `FMA`.
@@ -51,6 +52,11 @@ macro_rules! reals {
             #[inline(always)]
             fn is_finite(self) -> bool {
                 $T::is_finite(self)
+            }
+
+            #[inline(always)]
+            fn is_nan(self) -> bool {
+                $T::is_nan(self)
             }
 
             #[inline(always)]

@@ -41,7 +41,7 @@ pub(super) fn norm<T: MatrixElement>(x: &[T]) -> T {
 
 /// The largest magnitude; NaN if there is one.
 pub(super) fn largest<T: MatrixElement>(x: &[T]) -> T {
-    x.iter().fold(T::ZERO, |most, &x| if x.abs() > most || x != x { x.abs() } else { most })
+    x.iter().fold(T::ZERO, |most, &x| if x.abs() > most || x.is_nan() { x.abs() } else { most })
 }
 
 /// Two different rows of a matrix with rows of `n` elements.

@@ -5,7 +5,7 @@ use std::f64::consts::{FRAC_PI_4, PI};
 use super::modified_bessel::second_kind_scaled;
 
 /// The value and the derivative at 0.
-const AT_ZERO: f64 = 0.355_028_053_887_817_24;
+const AT_ZERO: f64 = 0.355_028_053_887_817_2;
 const SLOPE_AT_ZERO: f64 = -0.258_819_403_792_806_8;
 
 /// Below this, the smallest term of the asymptotic series is below exp(-55).
@@ -57,9 +57,9 @@ fn oscillating(x: f64) -> f64 {
         // The signs of pairs of terms alternate.
         let signed = if k / 2 % 2 == 0 { term } else { -term };
         if k % 2 == 0 {
-            even += signed
+            even += signed;
         } else {
-            odd += signed
+            odd += signed;
         }
         let n = f64::from(k);
         let next =

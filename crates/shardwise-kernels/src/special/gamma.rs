@@ -16,7 +16,7 @@ const BERNOULLI: [f64; 14] = [
     -2.174_868_698_558_062e-16,
     5.509_002_828_360_23e-18,
     -1.395_446_468_581_252_4e-19,
-    3.534_707_039_629_467_5e-21,
+    3.534707039629467e-21,
     -8.953_517_427_037_546e-23,
 ];
 
@@ -86,7 +86,7 @@ pub fn zeta(s: f64, q: f64) -> f64 {
     if s == 1.0 {
         return f64::INFINITY;
     }
-    if !(s > 1.0) || s == f64::INFINITY || q.is_nan() || q == f64::INFINITY {
+    if s < 1.0 || s.is_nan() || s == f64::INFINITY || q.is_nan() || q == f64::INFINITY {
         return f64::NAN;
     }
     if q <= 0.0 {
@@ -159,7 +159,7 @@ pub fn polygamma(n: u32, x: f64) -> f64 {
     if n < 2 {
         return if n == 0 { digamma(x) } else { trigamma(x) };
     }
-    let sign = if n % 2 == 0 { -1.0 } else { 1.0 };
+    let sign = if n.is_multiple_of(2) { -1.0 } else { 1.0 };
     let order = f64::from(n) + 1.0;
     sign * libm::tgamma(order) * zeta(order, x)
 }

@@ -79,7 +79,7 @@ fn lower_quantile(p: f64) -> f64 {
 /// The inverse of the error function: infinite at -1 and 1, NaN outside.
 pub fn erfinv(x: f64) -> f64 {
     let size = x.abs();
-    if !(size <= 1.0) {
+    if size > 1.0 || size.is_nan() {
         return f64::NAN;
     }
     if size == 1.0 {

@@ -91,10 +91,10 @@ impl WindowFunction {
     /// Fails if a parameter is out of range.
     fn check(&self, symmetric: bool) -> Result<()> {
         let needed = match self {
-            WindowFunction::Exponential { tau, .. } if !(*tau > 0.0) => "a tau above 0",
+            WindowFunction::Exponential { tau, .. } if *tau <= 0.0 || tau.is_nan() => "a tau above 0",
             WindowFunction::Exponential { center: Some(_), .. } if symmetric => "no center for a symmetric window",
-            WindowFunction::Gaussian { std } if !(*std > 0.0) => "a standard deviation above 0",
-            WindowFunction::Kaiser { beta } if !(*beta >= 0.0) => "a beta of at least 0",
+            WindowFunction::Gaussian { std } if *std <= 0.0 || std.is_nan() => "a standard deviation above 0",
+            WindowFunction::Kaiser { beta } if *beta < 0.0 || beta.is_nan() => "a beta of at least 0",
             WindowFunction::GeneralCosine(coefficients) if coefficients.is_empty() => "at least one coefficient",
             _ => return Ok(()),
         };

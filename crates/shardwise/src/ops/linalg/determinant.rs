@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::factor::{dominant, square_samples};
-use super::rule::{Whole, meta, outputs, signature, square, sum};
+use super::rule::{BatchDims, Whole, meta, outputs, signature, square, sum};
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
@@ -59,7 +59,7 @@ impl Op for Determinant {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let a = square(self.0, &inputs[0])?;
-        let (whole, number): ((&[usize], &[_]), (&[usize], &[_])) = ((a.batch, &[Whole, Whole]), (a.batch, &[]));
+        let (whole, number): (BatchDims<'_>, BatchDims<'_>) = ((a.batch, &[Whole, Whole]), (a.batch, &[]));
         let signature = signature(a.batch, &[whole], &[number, number, number, whole, (a.batch, &[Whole])]);
         let number = meta(a.batch, &[], inputs[0].dtype);
         let pivots = meta(a.batch, &[a.rows], DType::I32);

@@ -3,6 +3,7 @@
 use candle_core::DType;
 
 use super::factor::{dominant, matrix_samples, square_samples};
+use super::spectral::spread;
 use crate::error::{ErrorKind, Result};
 use crate::ops::{OpEntry, SampleInput};
 use crate::tensor::DTensor;
@@ -178,10 +179,11 @@ pub(super) const OPS: &[OpEntry] = &[
         samples: real_samples,
         apply: |x| {
             let mut all = vec![x[0].linalg_matrix_norm(MatrixNorm::Frobenius, [-2, -1], true)?];
+            // Without equal sums, at which maxima have no derivative.
+            let a = spread(&dominant(&x[0])?)?;
             for ord in [1.0, -1.0, f64::INFINITY, f64::NEG_INFINITY] {
-                all.push(x[0].linalg_matrix_norm(MatrixNorm::Order(ord), [-1, 0], false)?);
+                all.push(a.linalg_matrix_norm(MatrixNorm::Order(ord), [-1, -2], false)?);
             }
-            let a = dominant(&x[0])?;
             for ord in [MatrixNorm::Nuclear, MatrixNorm::Order(2.0), MatrixNorm::Order(-2.0)] {
                 all.push(a.linalg_matrix_norm(ord, [-2, -1], false)?);
             }

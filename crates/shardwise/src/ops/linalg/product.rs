@@ -5,7 +5,9 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::factor::square_samples;
-use super::rule::{Whole, check_same_type, matrices, meta, misfit, outputs, refuse_second, signature, square};
+use super::rule::{
+    BatchDims, Whole, check_same_type, matrices, meta, misfit, outputs, refuse_second, signature, square,
+};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
@@ -266,7 +268,7 @@ impl Op for HouseholderBackward {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let batch = reflections(self.name(), inputs)?;
-        let (whole, factors): ((&[usize], &[_]), (&[usize], &[_])) = ((batch, &[Whole, Whole]), (batch, &[Whole]));
+        let (whole, factors): (BatchDims<'_>, BatchDims<'_>) = ((batch, &[Whole, Whole]), (batch, &[Whole]));
         let signature = signature(batch, &[whole, factors, whole], &[whole, factors]);
         let count = inputs[1].shape[inputs[1].shape.len() - 1];
         Ok(OpPlan { signature, outputs: vec![inputs[0].clone(), meta(batch, &[count], inputs[1].dtype)] })

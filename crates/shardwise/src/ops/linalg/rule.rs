@@ -27,6 +27,9 @@ pub(super) enum ItemDim {
 
 pub(super) use ItemDim::{Free, Whole};
 
+/// The batch dimensions of a tensor and the dimensions of an item.
+pub(super) type BatchDims<'a> = (&'a [usize], &'a [ItemDim]);
+
 /// Reads a shape as that of matrices of f32 or f64.
 pub(super) fn matrices<'a>(name: &str, of: &'a TensorMeta) -> Result<Matrices<'a>> {
     check_real(name, of.dtype)?;
@@ -91,13 +94,9 @@ pub(super) fn broadcast_batch(name: &str, inputs: &[&TensorMeta], batches: &[&[u
 
 /// The signature of an operator that works on every item of a batch alone. Each tensor is given by its own batch dimensions, which
 /// broadcast to `batch`, and by the dimensions of an item; [`Free`] ones are one dimension of the operator.
-pub(super) fn signature(
-    batch: &[usize],
-    inputs: &[(&[usize], &[ItemDim])],
-    outputs: &[(&[usize], &[ItemDim])],
-) -> Signature {
+pub(super) fn signature(batch: &[usize], inputs: &[BatchDims<'_>], outputs: &[BatchDims<'_>]) -> Signature {
     let free = batch.len();
-    let dims = |&(own, item): &(&[usize], &[ItemDim])| {
+    let dims = |&(own, item): &BatchDims<'_>| {
         let missing = batch.len() - own.len();
         let of_batch = own.iter().enumerate().map(|(d, &n)| (n == batch[d + missing]).then_some(d + missing));
         of_batch.chain(item.iter().map(|dim| (*dim == Free).then_some(free))).collect::<Vec<_>>()

@@ -179,7 +179,7 @@ impl DTensor {
         }
         let unknown = a.shape()[b.ndim().min(a.ndim())..].to_vec();
         let count: usize = unknown.iter().product();
-        if count != b.elem_count() {
+        if count != b.elem_count() || a.elem_count() != count * count {
             let needed =
                 format!("dimensions after the first {} with as many elements as b has, {}", b.ndim(), b.elem_count());
             return Err(a.bad_dims("linalg_tensorsolve", &[], &needed));

@@ -338,7 +338,7 @@ pub(super) const OPS: &[OpEntry] = &[
 ];
 
 /// Adds numbers of different sizes to the diagonal, so that eigenvalues are far from each other.
-fn spread(a: &DTensor) -> Result<DTensor> {
+pub(super) fn spread(a: &DTensor) -> Result<DTensor> {
     let [.., m, n] = *a.shape() else { return Ok(a.clone()) };
     let placements = vec![crate::placement::Placement::Replicate; a.placements().len()];
     let steps = |at: &[usize]| if at[0] == at[1] { 3.0 * at[0] as f64 } else { 0.0 };
