@@ -50,7 +50,7 @@ impl Activation {
         }
     }
 
-    /// The elementwise operator that it is; `None` for those that are several.
+    /// The elementwise operator that it is; `None` if it takes several operators.
     fn function(self) -> Option<Unary> {
         match self {
             Activation::Relu => Some(Unary::relu),

@@ -21,7 +21,7 @@ pub(super) fn unbounded_growth(file: &[u8]) -> Option<String> {
     // What is not such a file is refused by the library that reads all of it.
     let steps: RewritingSteps = serde_json::from_slice(file).ok()?;
     let too_long = |part: &str, growth: f64| {
-        (growth > MAX_GROWTH).then(|| format!("a {part} that makes a text up to {growth:.0e} times as long"))
+        (growth > MAX_GROWTH).then(|| format!("a {part} that lengthens a text up to {growth:.0e} times"))
     };
     too_long("normalizer", growth(&steps.normalizer)).or_else(|| too_long("decoder", growth(&steps.decoder)))
 }
