@@ -100,7 +100,7 @@ fn a_nan_error_inside_a_layer_names_the_module() {
         let x = DTensor::full(f64::INFINITY, ((4, 8), DType::F32), &mesh, [Shard(0)])?;
         detect_anomaly(|| mlp.forward(&x)).map(drop)
     });
-    assert!(error.contains("`blocks.0.mlp.up`") && error.contains("NaN in the result of"), "{error}");
+    assert!(error.contains("`blocks.0.mlp.up`") && error.contains("NaN in result 0 of linear_activation"), "{error}");
     let error = refused(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let mlp = Mlp::new(&Builder::new(&mesh).child("blocks.0.mlp"), 8, 16, Activation::Relu)?;

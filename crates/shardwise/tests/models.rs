@@ -204,10 +204,12 @@ fn every_plan_runs_exactly_the_expected_collectives() {
     for layers in [1, 3] {
         let config = ModelConfig::Gpt(GptConfig { n_layers: layers, ..gpt() });
         let expect = |mesh: &str, parallelism: ParallelismConfig, expected: &[(&'static str, &'static str, usize)]| {
-            // Products with and without a fused bias are counted together.
+            // Products with and without a fused bias or activation are counted together.
             let mut calls = BTreeMap::new();
             for ((op, call), n) in collectives(&config, mesh, parallelism) {
-                *calls.entry((if op == "linear" { "einsum" } else { op }, call)).or_insert(0) += n;
+                *calls
+                    .entry((if matches!(op, "linear" | "linear_activation") { "einsum" } else { op }, call))
+                    .or_insert(0) += n;
             }
             let found: Vec<_> = calls.into_iter().map(|((op, call), n)| (op, call, n)).collect();
             assert_eq!(found, expected, "{layers} layers on {mesh}, {parallelism:?}");

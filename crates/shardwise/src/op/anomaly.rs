@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::call_error::name_call;
 use crate::error::{ErrorKind, Result, Site};
 use crate::module_scope::{current_path, user_site};
 use crate::rank_context::{RankContext, in_scope, rank_context};
@@ -80,7 +81,7 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
         };
         let found = format!("NaN in {which} at element {at} of the local tensor of rank {rank}{phase}");
         let error = ErrorKind::Gradient.error("value", found, needed, fix);
-        return Err(super::name_call(error, name, inputs, site));
+        return Err(name_call(error, name, inputs, site));
     }
     Ok(())
 }

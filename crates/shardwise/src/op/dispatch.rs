@@ -6,14 +6,14 @@ use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
 use super::anomaly::{self, RecordedAt, in_backward_of, is_detecting};
+use super::call_error::name_call;
 use super::decision_cache::prepare_call;
 use super::input_transfer::InputTransfer;
 use super::widening::{convert_inputs, held_types};
 use super::{Gradient, GradientFn, KernelContext, Op, scope};
 use crate::comm::{Origin, record_implicit_operator};
-use crate::error::{Error, ErrorKind, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::module_scope::user_site;
 use crate::tensor::{Backward, DTensor, SavedTensors, is_in_gradient, is_recording};
 use shardwise_kernels::{placeholder, same_storage};
 
@@ -254,16 +254,6 @@ fn checked_results(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType])
     let found = made.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect::<Vec<_>>().join(", ");
     let needed = locals.iter().map(|m| format!("{} {:?}", m.dtype.as_str(), m.shape)).collect::<Vec<_>>().join(", ");
     Err(ErrorKind::Operands.error("local results", found, needed, "correct the kernel, or the rule that it runs under"))
-}
-
-/// Adds the operator, its tensors and the line of the program to an error.
-#[cold]
-pub(crate) fn name_call(error: Error, name: &str, inputs: &[&DTensor], site: Site) -> Error {
-    let Error::Invalid(mut invalid) = error else { return error };
-    let tensors: Vec<String> = inputs.iter().map(|t| format!("{} {}", t.dtype().as_str(), t.layout())).collect();
-    let site = user_site(site);
-    invalid.found = format!("{} (called as {}({}) at {site})", invalid.found, name, tensors.join("; "));
-    Error::Invalid(invalid)
 }
 
 /// One call of an operator as the autograd graph holds it.

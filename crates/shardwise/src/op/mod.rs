@@ -1,6 +1,7 @@
 //! What an operator is ([`Op`]), and the dispatch that executes every operator: decide the layouts (cached per operator, input
 //! layouts and types), redistribute the inputs, run the kernel on local tensors, record the call for the backward pass.
 
+mod call_error;
 mod anomaly;
 mod scope;
 mod widening;
@@ -10,9 +11,10 @@ mod decision_cache;
 mod dispatch;
 
 pub use anomaly::detect_anomaly;
+pub(crate) use call_error::name_call;
 pub use decision_cache::{CacheReport, cache_report};
 pub use dispatch::apply;
-pub(crate) use dispatch::{check_one_mesh, dispatch, dispatch_onto, name_call};
+pub(crate) use dispatch::{check_one_mesh, dispatch, dispatch_onto};
 pub use kernel_context::KernelContext;
 pub(crate) use scope::{ScopedRule, operators_in, with_rule};
 pub use widening::Accumulation;

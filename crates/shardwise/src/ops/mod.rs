@@ -85,14 +85,13 @@ pub fn composed_ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 36] = [
+static OPS: [&[OpEntry]; 35] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
     ternary::OPS,
     einsum::OPS,
     affine::OPS,
-    linear_activation::OPS,
     reduce::OPS,
     normalization::OPS,
     residual::OPS,
@@ -125,7 +124,8 @@ static OPS: [&[OpEntry]; 36] = [
 ];
 
 /// Composed operators by family.
-static COMPOSED_OPS: [&[OpEntry]; 14] = [
+static COMPOSED_OPS: [&[OpEntry]; 15] = [
+    linear_activation::OPS,
     activation::OPS,
     arrange::OPS,
     scatter_reduce::OPS,

@@ -38,10 +38,6 @@ pub(crate) const LEFT_OUT: &[(&str, &str)] = &[
         "add and layer_norm, which are attacked, in one pass; tests/residual_norm.rs compares it with both",
     ),
     ("add_rms_norm", "add and rms_norm, which are attacked, in one pass; tests/residual_norm.rs compares it with both"),
-    (
-        "linear_activation",
-        "linear and gelu, which are attacked, in one pass; tests/linear_activation.rs compares it with both",
-    ),
     ("conv3d", "tests/convolutions.rs compares it with PyTorch for every placement"),
     ("conv_transpose1d", "tests/convolutions.rs compares it with PyTorch for every placement"),
     ("conv_transpose2d", "tests/convolutions.rs compares it with PyTorch for every placement"),
