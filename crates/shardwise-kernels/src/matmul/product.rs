@@ -24,12 +24,15 @@ pub(super) struct MatrixProduct<S: MatmulElement> {
     pub(super) accumulates: bool,
 }
 
+/// Reads some elements and writes as many results.
+type ElementsFn<T> = dyn Fn(&[T], &mut [MaybeUninit<T>]) + Sync;
+
 /// A function of the elements of a product, applied to every row of a group of columns as soon as it is complete, while it is in
 /// the first cache.
 #[derive(Clone, Copy)]
 pub(super) struct Epilogue<'a, T> {
     /// Reads some elements of the product and writes as many results.
-    pub(super) apply: &'a (dyn Fn(&[T], &mut [MaybeUninit<T>]) + Sync),
+    pub(super) apply: &'a ElementsFn<T>,
     /// The address of the results, a matrix like that of the product, or of the product itself, which is then overwritten.
     pub(super) results: SharedPtr<T>,
 }

@@ -21,19 +21,19 @@ calls! {
         a.tensor("input")?.fft_hfftn(list(a, "s").as_deref(), list(a, "dim").as_deref(), norm(a));
     "fft.fftshift(input, dim=None)" => |a| a.tensor("input")?.fft_fftshift(list(a, "dim").as_deref());
     "fft.ifftshift(input, dim=None)" => |a| a.tensor("input")?.fft_ifftshift(list(a, "dim").as_deref());
-    "signal.windows.bartlett(M, *, sym=True, dtype=None)" => |a| window(a, WindowFunction::Bartlett);
-    "signal.windows.blackman(M, *, sym=True, dtype=None)" => |a| window(a, WindowFunction::Blackman);
-    "signal.windows.cosine(M, *, sym=True, dtype=None)" => |a| window(a, WindowFunction::Cosine);
+    "signal.windows.bartlett(M, *, sym=True, dtype=None)" => |a| window(a, &WindowFunction::Bartlett);
+    "signal.windows.blackman(M, *, sym=True, dtype=None)" => |a| window(a, &WindowFunction::Blackman);
+    "signal.windows.cosine(M, *, sym=True, dtype=None)" => |a| window(a, &WindowFunction::Cosine);
     "signal.windows.exponential(M, *, center=None, tau=1.0, sym=True, dtype=None)" => |a|
-        window(a, WindowFunction::Exponential { center: a.optional_float("center"), tau: a.float("tau")? });
-    "signal.windows.gaussian(M, *, std=1.0, sym=True, dtype=None)" => |a| window(a, WindowFunction::Gaussian { std: a.float("std")? });
-    "signal.windows.general_cosine(M, *, a, sym=True, dtype=None)" => |a| window(a, WindowFunction::GeneralCosine(a.floats("a")));
+        window(a, &WindowFunction::Exponential { center: a.optional_float("center"), tau: a.float("tau")? });
+    "signal.windows.gaussian(M, *, std=1.0, sym=True, dtype=None)" => |a| window(a, &WindowFunction::Gaussian { std: a.float("std")? });
+    "signal.windows.general_cosine(M, *, a, sym=True, dtype=None)" => |a| window(a, &WindowFunction::GeneralCosine(a.floats("a")));
     "signal.windows.general_hamming(M, *, alpha=0.54, sym=True, dtype=None)" => |a|
-        window(a, WindowFunction::GeneralHamming { alpha: a.float("alpha")? });
-    "signal.windows.hamming(M, *, sym=True, dtype=None)" => |a| window(a, WindowFunction::Hamming);
-    "signal.windows.hann(M, *, sym=True, dtype=None)" => |a| window(a, WindowFunction::Hann);
-    "signal.windows.kaiser(M, *, beta=12.0, sym=True, dtype=None)" => |a| window(a, WindowFunction::Kaiser { beta: a.float("beta")? });
-    "signal.windows.nuttall(M, *, sym=True, dtype=None)" => |a| window(a, WindowFunction::Nuttall);
+        window(a, &WindowFunction::GeneralHamming { alpha: a.float("alpha")? });
+    "signal.windows.hamming(M, *, sym=True, dtype=None)" => |a| window(a, &WindowFunction::Hamming);
+    "signal.windows.hann(M, *, sym=True, dtype=None)" => |a| window(a, &WindowFunction::Hann);
+    "signal.windows.kaiser(M, *, beta=12.0, sym=True, dtype=None)" => |a| window(a, &WindowFunction::Kaiser { beta: a.float("beta")? });
+    "signal.windows.nuttall(M, *, sym=True, dtype=None)" => |a| window(a, &WindowFunction::Nuttall);
 }
 
 fn points(a: &Arguments<'_>) -> Option<usize> {
@@ -52,7 +52,7 @@ fn norm(a: &Arguments<'_>) -> FftNorm {
     }
 }
 
-fn window(a: &Arguments<'_>, window: WindowFunction) -> Result<DTensor> {
+fn window(a: &Arguments<'_>, window: &WindowFunction) -> Result<DTensor> {
     let dtype = a.dtype("dtype").unwrap_or(DType::F32);
-    DTensor::window(&window, a.flag("sym"), (a.size("M")?, dtype), a.mesh(), a.replicated())
+    DTensor::window(window, a.flag("sym"), (a.size("M")?, dtype), a.mesh(), a.replicated())
 }

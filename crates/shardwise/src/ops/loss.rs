@@ -258,8 +258,10 @@ impl DTensor {
             let dtype = dtype::promote(self.dtype(), target.dtype());
             return x.kl_div_log_target(&y, reduction)?.to_dtype(dtype);
         }
-        let target = &target.without_partials("kl_div_log_target", &[])?;
-        reduction.of(target.exp()?.mul(&target.sub(self)?)?)
+        // The exponential may be large: terms of a partial sum would be rounded at its size.
+        let [x, target] = [self, target].map(|t| t.without_partials("kl_div_log_target", &[]));
+        let (x, target) = (x?, target?);
+        reduction.of(target.exp()?.mul(&target.sub(&x)?)?)
     }
 
     /// Both tensors in f32 if their promoted type is half precision; see [`widened`](Self::widened).

@@ -64,6 +64,21 @@ const REASONS: &[Reason] = &[
     (&["nll_loss"], &[], "the mean divides by a number of targets that may be zero"),
     (&["clamp_tensor"], EXTREMES, "bounds that are extremes: nobody has them"),
     (&["cumsum"], &["P(sum)", "P(avg)"], "integers are widened before they are added up"),
+    (
+        &[
+            "cholesky_solve",
+            "linalg_ldl_solve",
+            "linalg_lstsq",
+            "linalg_lu_solve",
+            "linalg_solve",
+            "linalg_solve_ex",
+            "linalg_solve_triangular",
+        ],
+        &["P(sum)", "P(avg)"],
+        "right-hand sides are reduced before: a solution of each term would be rounded at the condition of the matrix",
+    ),
+    (&["linalg_matrix_rank"], &[], "by chance: all samples have full rank"),
+    (&["digamma"], &["P(min)"], "it rises between its poles alone; by chance the samples are above all of them"),
     (&["special_i1"], EXTREMES, "an infinite operand, which stands for none, gives NaN"),
     (
         &[
