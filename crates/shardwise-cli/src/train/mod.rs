@@ -116,7 +116,8 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let job = settings.decide(&tokens, network, resumed.as_ref().map(|resumed| &resumed.config))?;
     resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
     model_dir::check_out(&job.out)?;
-    let (init, overwrite) = (job.init.as_deref(), options.overwrite);
+    // A run that goes on exports again to where it did before.
+    let (init, overwrite) = (job.init.as_deref(), options.overwrite || resumed.is_some());
     options.export_hf.iter().try_for_each(|to| check_model_target(to, init, overwrite))?;
     let prompt = match job.prompt.as_deref() {
         Some("") => {

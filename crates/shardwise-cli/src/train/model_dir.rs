@@ -67,7 +67,7 @@ pub(crate) fn is_trained(directory: &Path) -> bool {
 
 /// Checks that a run may write to a directory: one that is new, or has no configuration but that of an earlier run.
 pub(super) fn check_out(directory: &Path) -> Result<()> {
-    if !directory.join(CONFIG).exists() || is_trained(directory) {
+    if !directory.join(CONFIG).is_file() || is_trained(directory) {
         return Ok(());
     }
     let found = format!("{}, which `shardwise train` did not write", directory.join(CONFIG).display());
