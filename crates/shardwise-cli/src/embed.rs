@@ -181,7 +181,7 @@ fn read_sentences(path: &Path) -> Result<Vec<String>> {
             }
         });
     }
-    if sentences.is_empty() {
+    if sentences.iter().all(|sentence| sentence.trim().is_empty()) {
         return Err(bad("no sentences".into(), "at least one line"));
     }
     Ok(sentences)
