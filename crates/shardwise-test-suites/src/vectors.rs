@@ -10,7 +10,7 @@ use serde_json::Value;
 use shardwise::{Error, Placement, ReduceOp};
 
 /// A placement in the vectors' JSON: `{"kind": "shard", "dim": 0}`.
-#[derive(Deserialize, Debug)]
+#[derive(Clone, Deserialize, Debug)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum RecordedPlacement {
     /// [`Placement::Replicate`].
@@ -44,7 +44,7 @@ impl RecordedPlacement {
 }
 
 /// A tensor in the vectors' JSON: dtype, shape, and the elements in row-major order.
-#[derive(Deserialize, Debug)]
+#[derive(Clone, Deserialize, Debug)]
 pub struct RecordedTensor {
     /// Name of the type, such as `f32`, `i8` or `bool`.
     pub dtype: String,

@@ -71,3 +71,9 @@ fn models() {
 fn opinfo() {
     opinfo::run();
 }
+
+/// Its name does not contain that of the suite above, so that the suite can be run alone.
+#[test]
+fn operators_in_random_placements() {
+    opinfo::run_in_random_placements();
+}

@@ -9,13 +9,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Tensor};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::prelude::*;
 use shardwise_test_suites::torch_calls::{self, CallOutput, RecordedCall, TensorArgument, TorchCall, number_of};
+use shardwise_test_suites::values;
 use shardwise_test_suites::vectors::{RecordedPlacement, RecordedTensor, close, directory};
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 struct Case {
     id: String,
     op: String,
@@ -31,6 +34,9 @@ struct Case {
     expected_grads: Option<Vec<Option<RecordedTensor>>>,
     rtol: f64,
     atol: f64,
+    /// Placements in place of the recorded ones.
+    #[serde(skip)]
+    drawn: Option<Vec<Vec<Placement>>>,
 }
 
 /// Why a case failed.
@@ -46,12 +52,76 @@ enum Failure {
 
 /// Runs all cases, prints what failed, and compares it with the list of operators that are not served.
 pub(crate) fn run() {
+    let one = std::env::var("SHARDWISE_OPINFO_OP").ok();
+    let cases = read_cases(one.as_deref());
+    let mut failures = check_all(&cases);
+    failures.sort_by(|a, b| (a.1, &a.0.id).cmp(&(b.1, &b.0.id)));
+    report(&cases, &failures);
+    if one.is_none() {
+        compare_with_list(&failures);
+    }
+}
+
+/// Runs all cases with placements that are drawn at random instead of the recorded ones: the results are the same.
+pub(crate) fn run_in_random_placements() {
+    let rounds = std::env::var("SHARDWISE_OPINFO_PLACEMENTS").map_or(1, |n| n.parse().expect("a number of placements"));
+    let recorded = read_cases(std::env::var("SHARDWISE_OPINFO_OP").ok().as_deref());
+    for seed in 0..rounds {
+        let cases: Vec<Arc<Case>> = recorded.iter().map(|case| Arc::new(case.in_random_placements(seed))).collect();
+        let failures = check_all(&cases);
+        println!("seed {seed}: {}/{} cases in random placements", cases.len() - failures.len(), cases.len());
+        let listed = not_served();
+        let unexpected: Vec<String> = failures
+            .iter()
+            .filter(|(case, ..)| !listed.contains(case.op.as_str()))
+            .map(|(case, failure, message)| {
+                let message: String = message.chars().take(400).collect();
+                format!("{} on {:?} as {:?}: {failure:?}: {message}", case.id, case.mesh_shape, case.drawn)
+            })
+            .collect();
+        assert!(unexpected.is_empty(), "seed {seed}:\n{}", unexpected.join("\n"));
+    }
+}
+
+fn read_cases(only: Option<&str>) -> Vec<Arc<Case>> {
     let path = directory().join("opinfo.jsonl");
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("cannot read {}: {e}", path.display()));
-    let one = std::env::var("SHARDWISE_OPINFO_OP").ok();
     let mut cases: Vec<Arc<Case>> =
         text.lines().map(|line| Arc::new(serde_json::from_str(line).expect("a case per line"))).collect();
-    cases.retain(|case| one.as_ref().is_none_or(|names| names.split(',').any(|name| name == case.op)));
+    cases.retain(|case| only.is_none_or(|names| names.split(',').any(|name| name == case.op)));
+    assert!(!cases.is_empty(), "no cases in {}", path.display());
+    cases
+}
+
+impl Case {
+    /// The same case with other placements: even, strided and ragged shards, which may leave ranks empty, and partial sums.
+    fn in_random_placements(&self, seed: u64) -> Case {
+        let digest = self.id.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+        let mut rng = StdRng::seed_from_u64(digest);
+        let mesh = Mesh::new(self.mesh_shape.clone()).expect("the mesh of a case");
+        let mut place = |input: &RecordedTensor| {
+            let mut placements = vec![Replicate; self.mesh_shape.len()];
+            for axis in 0..placements.len() {
+                let choice = rng.random_range(0..if input.shape.is_empty() { 2 } else { 8 });
+                let dim = rng.random_range(0..input.shape.len().max(1));
+                placements[axis] = match choice {
+                    // A sum of bools is not a bool.
+                    0 if input.dtype != "bool" => Partial(ReduceOp::Sum),
+                    0 | 1 => Replicate,
+                    2 => Placement::StridedShard { dim: dim as isize, split_factor: rng.random_range(1..4) },
+                    3 => values::ragged(&mesh, &input.shape, &placements, dim, axis, rng.random_range(0..99)),
+                    _ => Shard(dim as isize),
+                };
+            }
+            placements
+        };
+        let drawn = self.inputs.iter().map(&mut place).collect();
+        Case { drawn: Some(drawn), ..self.clone() }
+    }
+}
+
+/// Runs cases, and returns those that fail.
+fn check_all(cases: &[Arc<Case>]) -> Vec<(Arc<Case>, Failure, String)> {
     // Cases on more ranks than there are cores wait for each other: two at a time keep the machine busy.
     let queue = Mutex::new(cases.iter());
     let failures: Mutex<Vec<(Arc<Case>, Failure, String)>> = Mutex::new(Vec::new());
@@ -67,13 +137,7 @@ pub(crate) fn run() {
             });
         }
     });
-    let mut failures = failures.into_inner().unwrap();
-    failures.sort_by(|a, b| (a.1, &a.0.id).cmp(&(b.1, &b.0.id)));
-    report(&cases, &failures);
-    assert!(!cases.is_empty(), "no cases in {}", path.display());
-    if one.is_none() {
-        compare_with_list(&failures);
-    }
+    failures.into_inner().unwrap()
 }
 
 fn report(cases: &[Arc<Case>], failures: &[(Arc<Case>, Failure, String)]) {
@@ -113,11 +177,7 @@ fn report(cases: &[Arc<Case>], failures: &[(Arc<Case>, Failure, String)]) {
 /// Fails unless exactly the listed operators have failing cases. Vectors of another directory may hold fewer cases of an
 /// operator, so there only operators that are not listed count.
 fn compare_with_list(failures: &[(Arc<Case>, Failure, String)]) {
-    let listed: BTreeSet<&str> = include_str!("opinfo_not_served.txt")
-        .lines()
-        .filter(|line| !line.trim().is_empty() && !line.starts_with('#'))
-        .filter_map(|line| line.split(':').next())
-        .collect();
+    let listed = not_served();
     let failed: BTreeSet<&str> = failures.iter().map(|(case, ..)| case.op.as_str()).collect();
     let unlisted: Vec<&&str> = failed.difference(&listed).collect();
     assert!(unlisted.is_empty(), "operators that fail and are not in opinfo_not_served.txt: {unlisted:?}");
@@ -125,6 +185,15 @@ fn compare_with_list(failures: &[(Arc<Case>, Failure, String)]) {
         let served: Vec<&&str> = listed.difference(&failed).collect();
         assert!(served.is_empty(), "operators in opinfo_not_served.txt that pass, or have no cases: {served:?}");
     }
+}
+
+/// Operators that are listed as not served.
+fn not_served() -> BTreeSet<&'static str> {
+    include_str!("opinfo_not_served.txt")
+        .lines()
+        .filter(|line| !line.trim().is_empty() && !line.starts_with('#'))
+        .filter_map(|line| line.split(':').next())
+        .collect()
 }
 
 fn check(case: &Arc<Case>) -> std::result::Result<(), (Failure, String)> {
@@ -147,8 +216,9 @@ fn execute(case: &Case, call: &TorchCall, world: &World) -> Result<Outcome> {
     let whole = || vec![Replicate; case.mesh_shape.len()];
     let wants = |i: usize| case.expected_grads.as_ref().is_some_and(|all| all[i].is_some());
     let mut tensors = Vec::new();
-    for (i, (input, placements)) in case.inputs.iter().zip(&case.placements).enumerate() {
-        let placements: Vec<Placement> = placements.iter().map(RecordedPlacement::to_placement).collect();
+    let recorded = || case.placements.iter().map(|all| all.iter().map(RecordedPlacement::to_placement).collect());
+    let placements: Vec<Vec<Placement>> = case.drawn.clone().unwrap_or_else(|| recorded().collect());
+    for (i, (input, placements)) in case.inputs.iter().zip(placements).enumerate() {
         let tensor = DTensor::distribute_tensor(&input.to_tensor(), &mesh, placements, None)?;
         let tensor = if wants(i) { tensor.requires_grad() } else { tensor };
         tensors.push(TensorArgument { tensor, dtype: input.dtype.clone() });
