@@ -36,7 +36,7 @@ impl KernelContext<'_> {
 
     /// The type in which this rank holds its local tensor of an output.
     ///
-    /// Terms of a partial sum are held in a wider type than the reduced tensor has, see [`Accumulation`]. A result in another
+    /// Terms of a partial sum are held in a wider type than the reduced tensor has, see [`Accumulation`](super::Accumulation). A result in another
     /// floating-point type is converted.
     pub fn output_dtype(&self, output: usize) -> DType {
         self.held[output]

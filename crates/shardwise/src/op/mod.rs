@@ -106,7 +106,7 @@ pub enum Gradient<O: ?Sized> {
 }
 
 /// The backward pass of an operator: computes the gradient of every input (`None`: zero, or not [wanted](SavedTensors::needs_input_grad)) from
-/// the gradients of the outputs (`None`: zero), with operators on distributed tensors. See [`Backward::run`].
+/// the gradients of the outputs (`None`: zero), with operators on distributed tensors. See [`Backward::run`](crate::tensor::Backward::run).
 pub type GradientFn<O> = fn(&O, &SavedTensors<'_>, &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 
 /// The sharding rule and the outputs of an operator, for inputs of certain shapes and types.
