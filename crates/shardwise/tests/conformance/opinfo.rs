@@ -120,7 +120,7 @@ impl Case {
     }
 }
 
-/// Runs cases, and returns those that fail.
+/// Runs cases, and returns the failing ones.
 fn check_all(cases: &[Arc<Case>]) -> Vec<(Arc<Case>, Failure, String)> {
     // Cases on more ranks than there are cores wait for each other: two at a time keep the machine busy.
     let queue = Mutex::new(cases.iter());
