@@ -96,6 +96,11 @@ fn conversations_are_trained_on_their_answers() {
     let answered =
         succeeds(&["generate", summary["model"].as_str().unwrap(), "--prompt", "Hello", "--max-tokens", "3"]);
     assert!(answered.starts_with("Hello"), "{answered}");
+    // The template of the model that it began with is that of the trained one; the answer does not repeat the question.
+    let chat = ["--chat", "--prompt", "Add one to 3!", "--max-tokens", "4", "--json"];
+    let found = json(&succeeds(&[&["generate", summary["model"].as_str().unwrap()], &chat[..]].concat()));
+    let plain = json(&succeeds(&[&["generate", summary["model"].as_str().unwrap()], &chat[1..]].concat()));
+    assert!(found["prompt_tokens"].as_u64() > plain["prompt_tokens"].as_u64(), "{found} and {plain}");
 }
 
 #[test]

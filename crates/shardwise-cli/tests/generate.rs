@@ -161,6 +161,31 @@ fn embeddings_are_the_recorded_ones() {
     assert!((length(&plain) - 1.0).abs() > 0.01 && plain != first);
 }
 
+/// Options that narrow sampling sample, although the model is decoded greedily by default.
+#[test]
+fn narrowing_options_sample() {
+    let tokens = |seed: &str, more: &[&str]| {
+        let arguments =
+            ["generate", &model("llama_gqa"), "--prompt", "a b", "--max-tokens", "12", "--json", "--seed", seed];
+        json(&succeeds(&[&arguments[..], more].concat()))["tokens"].clone()
+    };
+    assert_eq!(tokens("1", &[]), tokens("2", &[]));
+    for more in [&["--top-k", "20"], &["--top-p", "0.99"], &["--min-p", "0.001"]] {
+        assert_ne!(tokens("1", more), tokens("2", more), "{more:?}");
+    }
+    let greedy = tokens("1", &[]);
+    assert_eq!(tokens("1", &["--top-k", "20", "--temperature", "0"]), greedy);
+}
+
+/// Row i of the result is line i of the file, empty lines included.
+#[test]
+fn every_line_has_an_embedding() {
+    let place = Place::new("lines");
+    let file = place.file("lines.txt", "first\n\nthird\n");
+    let rows = objects(&["embed", &model("bert"), &file]);
+    assert_eq!(rows.iter().map(|row| row["text"].as_str().unwrap()).collect::<Vec<_>>(), ["first", "", "third"]);
+}
+
 #[test]
 fn bad_inputs_are_reported_once_and_clearly() {
     let place = Place::new("bad-prompts");

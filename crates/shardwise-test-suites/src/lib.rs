@@ -14,6 +14,7 @@ pub mod disagreements;
 pub mod errors;
 pub mod layout_pairs;
 pub mod parameters;
+pub mod process_memory;
 pub mod public_models;
 pub mod recorded_graph;
 pub mod recorded_training;

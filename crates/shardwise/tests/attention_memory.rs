@@ -2,18 +2,9 @@
 
 use shardwise::ops::AttentionOptions;
 use shardwise::prelude::*;
+use shardwise_test_suites::process_memory::process_memory;
 
 const MB: usize = 1 << 20;
-
-/// Current and peak memory of this process, in bytes; the peak since the last reset.
-fn memory() -> (usize, usize) {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let read = |name: &str| {
-        let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 1024
-    };
-    (read("VmRSS:"), read("VmHWM:"))
-}
 
 /// A single test: other tests in the same process would be measured too.
 #[test]
@@ -26,11 +17,11 @@ fn the_scores_of_8192_positions_are_never_in_memory() {
         let [q, k, v] = <[DTensor; 3]>::try_from((0..3).map(normal).collect::<Result<Vec<_>>>()?).expect("three");
         let cotangent = q.detach();
         std::fs::write("/proc/self/clear_refs", "5")?;
-        let before = memory().0;
+        let before = process_memory().0;
         let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };
         let result = q.scaled_dot_product_attention(&k, &v, causal)?;
         let gradients = result.backward_with(&cotangent)?;
-        let taken = memory().1.saturating_sub(before);
+        let taken = process_memory().1.saturating_sub(before);
         // The result and three gradients.
         let outputs = 4 * heads * length * size * 4;
         assert!(gradients.get(&k)?.full_tensor()?.elem_count() > 0);

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use shardwise::checkpoint::{self, ConvertOptions, ElementType, Format, State, convert};
 use shardwise::prelude::*;
+use shardwise_test_suites::process_memory::process_memory;
 use shardwise_test_suites::settings::env_or;
 
 const MB: usize = 1_000_000;
@@ -15,16 +16,6 @@ fn scratch(name: &str) -> PathBuf {
     let _ = std::fs::remove_dir_all(&path);
     std::fs::create_dir_all(&path).unwrap();
     path
-}
-
-/// Current and peak memory of this process, in bytes; the peak since the last reset.
-fn memory() -> (usize, usize) {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let read = |name: &str| {
-        let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 1024
-    };
-    (read("VmRSS:"), read("VmHWM:"))
 }
 
 /// A single test: other tests in the same process would be measured too.
@@ -78,7 +69,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
         ..ConvertOptions::to(Format::Native)
     };
     let done = convert(&path, root.join("small"), &options, &|_| {}).unwrap();
-    let peak = memory().1;
+    let peak = process_memory().1;
     println!("converting {megabytes} MB to {} MB had {} MB resident at most", done.bytes as usize / MB, peak / MB);
     assert!(peak < 512 * MB, "{} MB", peak / MB);
     std::fs::remove_dir_all(&root).unwrap();
@@ -91,11 +82,11 @@ fn launch_measured(load: impl Fn(&World) -> Result<State> + Send + Sync + 'stati
         if world.rank() == 0 {
             std::fs::write("/proc/self/clear_refs", "5")?;
         }
-        let before = memory().0;
+        let before = process_memory().0;
         world.barrier()?;
         let state = load(&world)?;
         world.barrier()?;
-        let peak = memory().1;
+        let peak = process_memory().1;
         drop(state);
         Ok((before, peak))
     })

@@ -91,7 +91,7 @@ fn one_pass_gives_the_bits_of_two() {
 }
 
 #[test]
-fn one_pass_communicates_nothing_and_stores_no_product_without_gradients() {
+fn one_pass_is_one_operator_that_communicates_nothing_where_features_are_whole() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let x = filled(&[64, 256], DType::F32, &mesh, &Shard(0), 0.1)?;
@@ -100,6 +100,15 @@ fn one_pass_communicates_nothing_and_stores_no_product_without_gradients() {
         let y = x.linear_activation(&weight, None, Activation::Gelu)?;
         assert_eq!(y.placements(), [Shard(0)]);
         assert!(world.trace().records().is_empty());
+        // A weight that has to be gathered is gathered for the one operator, with and without gradients.
+        let sharded = filled(&[8, 256], DType::F32, &mesh, &Shard(0), 0.2)?;
+        for weight in [sharded.clone(), sharded.requires_grad()] {
+            world.trace().clear();
+            x.linear_activation(&weight, None, Activation::Gelu)?;
+            let report = world.trace().report();
+            let operators: Vec<&str> = report.0.iter().map(|(operator, ..)| *operator).collect();
+            assert_eq!(operators, ["linear_activation"]);
+        }
         Ok(())
     };
     launch(2, run).unwrap();

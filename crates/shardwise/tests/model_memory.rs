@@ -12,6 +12,7 @@ use shardwise::models::{LoadOptions, dry_load_model, load_with};
 use shardwise::nn::Module;
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;
+use shardwise_test_suites::process_memory::process_memory;
 use shardwise_test_suites::scratch::Scratch;
 use shardwise_test_suites::settings::env_or;
 
@@ -59,16 +60,6 @@ fn write_model(directory: &Path, parameters: usize, element: &str, bytes: usize)
     file.set_len((8 + header.len() + end) as u64).unwrap();
 }
 
-/// Current and peak memory of this process, in bytes.
-fn memory() -> (usize, usize) {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let read = |name: &str| {
-        let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 1024
-    };
-    (read("VmRSS:"), read("VmHWM:"))
-}
-
 /// The model and the number of ranks that a child process loads.
 const CHILD: &str = "SHARDWISE_MODEL_MEMORY_CHILD";
 
@@ -94,12 +85,12 @@ fn load_in_a_child_process() {
     let (ranks, path): (usize, PathBuf) = (ranks.parse().unwrap(), path.into());
     let (taken, counted) = launch(ranks, move |world| {
         let mesh = world.mesh([("tp", ranks)])?;
-        let before = memory().0;
+        let before = process_memory().0;
         world.barrier()?;
         let (model, _) = load_with(&path, &mesh, TensorParallel::new("tp"), &LoadOptions::default())?;
         world.barrier()?;
         assert!(!model.named_parameters().is_empty());
-        Ok((memory().1.saturating_sub(before), world.memory().peak()))
+        Ok((process_memory().1.saturating_sub(before), world.memory().peak()))
     })
     .unwrap();
     println!("\npeaks: {taken} {counted}");

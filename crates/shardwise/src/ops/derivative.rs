@@ -7,9 +7,11 @@ use candle_core::Tensor;
 
 use crate::comm::record_implicit_operator;
 use crate::error::Result;
-use crate::layout::Layout;
-use crate::placement::Placement;
-use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
+use crate::layout::{Layout, TensorMeta};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::placement::{Placement, ReduceOp};
+use crate::rule::Signature;
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors, is_recording};
 use shardwise_kernels::{ComputeType, ViaF64, pointwise};
 
 /// The derivative of a function of one number.
@@ -31,6 +33,65 @@ impl Derivative {
         let at = self.at;
         let product = ViaF64(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
         Ok(pointwise(product, [x, g], x.dims(), ComputeType::float_for([x.dtype(), g.dtype()]), g.dtype())?)
+    }
+}
+
+/// An elementwise operator of one tensor with a [`Derivative`], which is its backward pass.
+pub(super) trait Differentiable: Op + Copy {
+    /// `None` if it is not differentiable.
+    fn derivative(self) -> Option<&'static Derivative>;
+
+    /// The gradient of the argument `x` from that of the result.
+    ///
+    /// # Panics
+    /// If the operator is not differentiable.
+    #[track_caller]
+    fn input_gradient(self, x: &DTensor, g: &DTensor) -> Result<DTensor> {
+        if is_recording() {
+            let derivative = self.derivative().expect("of functions that are differentiable");
+            return g.mul(&(derivative.formula)(x)?);
+        }
+        Ok(dispatch(&DerivativeTimes(self), &[x, g], Location::caller())?.swap_remove(0))
+    }
+
+    /// What [`Op::gradient`] returns for it.
+    fn gradient_by_derivative(self) -> Gradient<Self> {
+        if self.derivative().is_none() {
+            return Gradient::NotDifferentiable;
+        }
+        Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
+            let Some(g) = &gradients[0] else { return Ok(vec![None]) };
+            Ok(vec![Some(op.input_gradient(&saved.input(0), g)?)])
+        })
+    }
+}
+
+/// Backward pass of a [`Differentiable`] operator in one pass over memory: the derivative at the first input, times the second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct DerivativeTimes<F>(F);
+
+impl<F: Differentiable> Op for DerivativeTimes<F> {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let (x, g) = (&inputs[0], &inputs[1]);
+        // Linear in the gradient, so its partial sums pass.
+        let signature = Signature::pointwise(&[&x.shape, &g.shape], &x.shape)
+            .allow_partial([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
+            .allow_partial([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype: g.dtype }] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let derivative = self.0.derivative().expect("run for functions that have one");
+        Ok(vec![derivative.times(&inputs[0], &inputs[1])?])
+    }
+
+    /// Runs in backward passes that are not recorded; recorded ones use [`Derivative::formula`].
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }
 

@@ -5,6 +5,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::affine::{linear_flops, linear_gradients, linear_plan};
+use super::derivative::Differentiable;
 use super::unary::Unary;
 use super::{OpEntry, SampleInput};
 use crate::error::Result;

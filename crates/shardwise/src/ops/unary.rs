@@ -6,14 +6,14 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::derivative::{Derivative, zero};
+use super::derivative::{Derivative, Differentiable, zero};
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, SaveForBackward, is_recording};
+use crate::tensor::DTensor;
 use shardwise_kernels::{ComputeType, PerType, PointwiseFn, ViaF64, math, pointwise, pointwise_f32};
 
 /// Whether a function preserves the order or the sums of its arguments. Decides which `Partial` placements pass through it
@@ -442,19 +442,6 @@ impl Unary {
     pub(super) fn in_f32(self) -> fn(&[f32], &mut [MaybeUninit<f32>]) {
         self.function().in_f32
     }
-
-    /// The gradient of the argument `x` from that of the result.
-    ///
-    /// # Panics
-    /// If the function is not differentiable.
-    #[track_caller]
-    pub(super) fn input_gradient(self, x: &DTensor, g: &DTensor) -> Result<DTensor> {
-        let derivative = self.function().derivative.as_ref().expect("of functions that are differentiable");
-        if is_recording() {
-            return g.mul(&(derivative.formula)(x)?);
-        }
-        Ok(dispatch(&UnaryBackward(self), &[x, g], Location::caller())?.swap_remove(0))
-    }
 }
 
 impl UnaryResultType {
@@ -522,6 +509,12 @@ pub(super) fn plan(
     OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype }] }
 }
 
+impl Differentiable for Unary {
+    fn derivative(self) -> Option<&'static Derivative> {
+        self.function().derivative.as_ref()
+    }
+}
+
 impl Op for Unary {
     fn name(&self) -> &'static str {
         self.function().name
@@ -544,42 +537,7 @@ impl Op for Unary {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        if self.function().derivative.is_none() {
-            return Gradient::NotDifferentiable;
-        }
-        Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
-            let Some(g) = &gradients[0] else { return Ok(vec![None]) };
-            Ok(vec![Some(op.input_gradient(&saved.input(0), g)?)])
-        })
-    }
-}
-
-/// Backward pass of a [`Unary`] in one pass over memory: the derivative at the first input, times the second.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct UnaryBackward(Unary);
-
-impl Op for UnaryBackward {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let (x, g) = (&inputs[0], &inputs[1]);
-        // Linear in the gradient, so its partial sums pass.
-        let signature = Signature::pointwise(&[&x.shape, &g.shape], &x.shape)
-            .allow_partial([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
-            .allow_partial([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
-        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype: g.dtype }] })
-    }
-
-    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let derivative = self.0.function().derivative.as_ref().expect("run for functions that have one");
-        Ok(vec![derivative.times(&inputs[0], &inputs[1])?])
-    }
-
-    /// Runs in backward passes that are not recorded; recorded ones use [`Derivative::formula`].
-    fn gradient(&self) -> Gradient<Self> {
-        Gradient::NotDifferentiable
+        self.gradient_by_derivative()
     }
 }
 

@@ -9,11 +9,9 @@ use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::ops::OpEntry;
-use crate::ops::derivative::Derivative;
+use crate::ops::derivative::{Derivative, Differentiable};
 use crate::ops::unary::{Monotonicity, UnaryResultType, plan, samples};
-use crate::placement::ReduceOp;
-use crate::rule::Signature;
-use crate::tensor::{DTensor, SaveForBackward, is_recording};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::{ComputeType, ViaF64, pointwise, special};
 
 /// One row of the table.
@@ -222,6 +220,12 @@ impl Special {
     }
 }
 
+impl Differentiable for Special {
+    fn derivative(self) -> Option<&'static Derivative> {
+        self.function().derivative.as_ref()
+    }
+}
+
 impl Op for Special {
     fn name(&self) -> &'static str {
         self.function().name
@@ -244,46 +248,7 @@ impl Op for Special {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        if self.function().derivative.is_none() {
-            return Gradient::NotDifferentiable;
-        }
-        Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
-            let (Some(derivative), Some(g)) = (&op.function().derivative, &gradients[0]) else { return Ok(vec![None]) };
-            let x = saved.input(0);
-            if is_recording() {
-                return Ok(vec![Some(g.mul(&(derivative.formula)(&x)?)?)]);
-            }
-            Ok(vec![Some(dispatch(&SpecialBackward(*op), &[&x, g], Location::caller())?.swap_remove(0))])
-        })
-    }
-}
-
-/// Backward pass of a [`Special`] in one pass over memory: the derivative at the first input, times the second.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct SpecialBackward(Special);
-
-impl Op for SpecialBackward {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let (x, g) = (&inputs[0], &inputs[1]);
-        // Linear in the gradient, so its partial sums pass.
-        let signature = Signature::pointwise(&[&x.shape, &g.shape], &x.shape)
-            .allow_partial([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
-            .allow_partial([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
-        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype: g.dtype }] })
-    }
-
-    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let derivative = self.0.function().derivative.as_ref().expect("run for functions that have one");
-        Ok(vec![derivative.times(&inputs[0], &inputs[1])?])
-    }
-
-    /// Runs in backward passes that are not recorded; recorded ones use the formula.
-    fn gradient(&self) -> Gradient<Self> {
-        Gradient::NotDifferentiable
+        self.gradient_by_derivative()
     }
 }
 
