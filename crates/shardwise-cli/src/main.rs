@@ -21,6 +21,7 @@ fn keep_freed_memory() {
 
 mod bench;
 mod ckpt;
+mod comms;
 mod embed;
 mod generate;
 mod lines;
@@ -28,7 +29,10 @@ mod model_target;
 mod old_options;
 mod ops;
 mod output;
+mod plan;
 mod processes;
+mod report;
+mod show;
 mod train;
 
 use std::process::ExitCode;
@@ -63,10 +67,12 @@ Examples:
   shardwise generate model.gguf --chat      talk to a model
   shardwise embed MODEL sentences.txt       compute sentence embeddings
   shardwise ckpt inspect DIRECTORY          list the contents of a checkpoint
-  shardwise ckpt convert run/ hf/ --to hf   convert it for Hugging Face
+  shardwise ckpt convert model.gguf hf/ --to hf   convert for Hugging Face
   shardwise bench train                     time training steps
   shardwise bench collectives --ranks 2 --json
-  shardwise ops matmul                      show the sharding rules of matmul";
+  shardwise ops matmul                      show the sharding rules of matmul
+  shardwise show 8x64 'S(0),R' --mesh dp=2,tp=2
+  shardwise plan model/ --mesh dp=64,tp=8 --batch 4 --length 8192 --memory 80G";
 
 #[derive(Subcommand)]
 enum CliCommand {
@@ -75,12 +81,21 @@ enum CliCommand {
     Bench(bench::Bench),
     /// List the operators with their sharding rules, collectives and gradients
     Ops(ops::OpsOptions),
+    /// Draw a mesh, a layout or a redistribution
+    Show(show::ShowOptions),
+    /// Plan a training step: memory, communication and time of any model on any number of ranks
+    Plan(Box<plan::PlanOptions>),
+    /// Write the communication of a training step to a lockfile, or compare with one
+    #[command(subcommand, after_help = comms::AFTER_HELP)]
+    Comms(Box<comms::Comms>),
     /// Train a language model on a mesh of threads, or of processes under mpirun
     Train(Box<train::TrainOptions>),
     /// Generate text with a model directory, a GGUF file or a trained model
     Generate(Box<generate::GenerateOptions>),
     /// Compute sentence embeddings with an encoder
     Embed(embed::EmbedOptions),
+    /// Render a report of a run, of a plan or of a failure as one HTML page
+    Report(report::ReportOptions),
     /// Inspect, verify, compare, convert and reshard checkpoints
     Ckpt(ckpt::CkptOptions),
 }
@@ -91,7 +106,12 @@ impl CliCommand {
         match self {
             CliCommand::Train(_) | CliCommand::Generate(_) | CliCommand::Embed(_) => true,
             CliCommand::Bench(bench) => bench.runs_on_all_processes(),
-            CliCommand::Ops(_) | CliCommand::Ckpt(_) => false,
+            CliCommand::Ops(_)
+            | CliCommand::Show(_)
+            | CliCommand::Plan(_)
+            | CliCommand::Comms(_)
+            | CliCommand::Report(_)
+            | CliCommand::Ckpt(_) => false,
         }
     }
 }
@@ -108,9 +128,13 @@ fn main() -> ExitCode {
     let result = match command {
         CliCommand::Bench(bench) => bench.run(),
         CliCommand::Ops(options) => ops::run(&options),
+        CliCommand::Show(options) => show::run(&options),
+        CliCommand::Plan(options) => plan::run(&options),
+        CliCommand::Comms(comms) => comms::run(&comms),
         CliCommand::Train(options) => train::run(*options),
         CliCommand::Generate(options) => generate::run(&options),
         CliCommand::Embed(options) => embed::run(&options),
+        CliCommand::Report(options) => report::run(&options),
         CliCommand::Ckpt(options) => match ckpt::run(&options) {
             Ok(false) => return ExitCode::FAILURE,
             other => other.map(drop),

@@ -93,11 +93,15 @@ fn ops_lists_operators_and_the_rules_of_one() {
     let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
     assert!(rows.len() >= 170, "{} operators", rows.len());
     let matmul = rows.iter().find(|row| row["name"] == "matmul").expect("matmul");
-    assert_eq!(matmul["differentiable"], true);
+    assert_eq!((&matmul["differentiable"], &matmul["tier"]), (&true.into(), &1.into()));
+    assert!(matmul["pytorch"].to_string().contains("matmul(input, "), "{matmul}");
     assert!(matmul["free"].to_string().contains("S(1), S(0) -> P(sum)"), "{matmul}");
     let output = shardwise(&["ops", "matmul", "--json"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.lines().any(|line| line.contains("\"S(0), S(1)\"") && line.contains("all_gather")), "{text}");
+    let table = String::from_utf8(shardwise(&["ops"]).stdout).unwrap();
+    let wide: Vec<&str> = table.lines().filter(|line| line.chars().count() > 80).collect();
+    assert!(table.lines().count() == rows.len() + 1 && wide.is_empty(), "{wide:?}");
     let unknown = shardwise(&["ops", "matmull"]);
     let message = String::from_utf8_lossy(&unknown.stderr).to_string();
     assert!(!unknown.status.success() && message.contains("matmull") && message.contains("matmul"), "{message}");

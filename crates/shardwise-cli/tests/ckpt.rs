@@ -67,7 +67,7 @@ fn format_names_come_from_the_library() {
     let (source, to) = (sample("nested"), scratch.0.join("to"));
     let help = printed(&["convert", "--help"]);
     assert!(help.contains("hugging-face") && help.contains("(also: hf, safetensors)"), "{help}");
-    for unknown in ["zarr", "torch"] {
+    for unknown in ["zarr", "gguf"] {
         let refused = ckpt(&["convert", text(&source), text(&to), "--to", unknown]);
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert!(!refused.status.success() && said.contains("native, dcp, hugging-face"), "{said}");
@@ -166,4 +166,22 @@ fn damage_and_mistakes_are_reported_with_a_failing_exit_code() {
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && error.contains(said), "{arguments:?}: {error}");
     }
+}
+
+#[test]
+fn unreadable_entries_are_listed_and_an_existing_checkpoint_is_kept_on_request() {
+    let scratch = Scratch::new("unreadable");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shardwise/tests/data/dcp/odd");
+    let seen = printed(&["inspect", text(&source)]);
+    assert!(seen.contains("unreadable: ") && seen.contains("argparse.Namespace"), "{seen}");
+    assert!(seen.contains("entries that cannot be read"), "{seen}");
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&source), "--json"])).unwrap();
+    assert!(seen["unreadable"]["names"].is_string() && seen["save_id"].is_string(), "{seen}");
+    let to = scratch.0.join("torch");
+    let said = printed(&["convert", text(&source), text(&to), "--to", "torch", "--keep-existing"]);
+    assert!(said.contains("cannot be read") && said.contains("args"), "{said}");
+    assert!(to.join("pytorch_model.bin").is_file());
+    let refused = ckpt(&["convert", text(&source), text(&to), "--to", "torch", "--keep-existing"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("already"), "{said}");
 }

@@ -147,3 +147,22 @@ fn a_path_that_cannot_be_written_is_reported_with_its_cause() {
     std::fs::write(format!("{blocked}/checkpoints"), "").unwrap();
     fails(&["--out", &blocked], &["blocked-checkpoints/checkpoints"]);
 }
+
+#[test]
+fn what_is_typed_by_habit_is_understood() {
+    // PyTorch's names of placements, and bits per second.
+    assert_eq!(
+        succeeds(&["show", "4x2", "Shard(0)", "--mesh", "dp=2"]),
+        succeeds(&["show", "4x2", "S(0)", "--mesh", "dp=2"])
+    );
+    let assumed = succeeds(&["plan", "gpt", "--mesh", "dp=2", "--link", "dp=100Gb/s,5us"]);
+    assert!(assumed.contains("assumes 12.5 GB/s and 5 us along dp"), "{assumed}");
+    let negative = shardwise(&["train", "--lr", "-1"]);
+    assert!(String::from_utf8_lossy(&negative.stderr).contains("invalid lr: found -1"), "{negative:?}");
+    // The directory of a run is its latest checkpoint.
+    let place = Place::new("run-as-checkpoint");
+    let run = place.at("run");
+    succeeds(&[&["train", "--steps", "2", "--mesh", "dp=2", "--out", &run][..], &TINY[..]].concat());
+    assert!(succeeds(&["ckpt", "verify", &run]).starts_with("intact"));
+    assert!(!std::path::Path::new(&run).join("dump").exists());
+}

@@ -186,11 +186,17 @@ fn one_of_several_processes_without_mpi_does_not_train_as_if_it_were_alone() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_stops_after_the_step_and_saves_a_checkpoint() {
+fn ctrl_c_and_sigterm_stop_after_the_step_and_save_a_checkpoint() {
+    stops_after_the_step("-INT");
+    stops_after_the_step("-TERM");
+}
+
+#[cfg(unix)]
+fn stops_after_the_step(signal: &str) {
     use std::io::{BufRead, BufReader};
     use std::process::Stdio;
 
-    let place = Place::new("interrupt");
+    let place = Place::new(&format!("interrupt{signal}"));
     let out = place.at("out");
     let endless = ["--steps", "1000000", "--mesh", "dp=2", "--eval-every", "1"];
     let mut child = Command::new(env!("CARGO_BIN_EXE_shardwise"))
@@ -203,7 +209,7 @@ fn ctrl_c_stops_after_the_step_and_saves_a_checkpoint() {
     let mut said = BufReader::new(child.stderr.take().unwrap()).lines();
     let first = said.by_ref().map(|line| line.unwrap()).find(|line| line.contains("step 1:"));
     assert!(first.is_some());
-    let interrupted = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let interrupted = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
     assert!(interrupted.success());
     said.for_each(drop);
     let output = child.wait_with_output().unwrap();

@@ -2,10 +2,14 @@
 
 use candle_core::{DType, Tensor};
 
+use super::convert::convert;
 use crate::error::Result;
 
 /// Whether all elements are equal, as `torch.equal`. NaN equals nothing; tensors without elements are equal.
 pub fn all_equal(a: &Tensor, b: &Tensor) -> Result<bool> {
+    if a.dtype() == DType::F8E4M3 {
+        return all_equal(&convert(a, DType::F32)?, &convert(b, DType::F32)?);
+    }
     all_true(a, || Ok(a.eq(b)?))
 }
 
@@ -17,7 +21,7 @@ pub fn all_close(a: &Tensor, b: &Tensor, rtol: f64, atol: f64) -> Result<bool> {
         return all_equal(a, b); // exact also for i64 values that f64 would round
     }
     all_true(a, || {
-        let (a, b) = (a.to_dtype(DType::F64)?, b.to_dtype(DType::F64)?);
+        let (a, b) = (convert(a, DType::F64)?, convert(b, DType::F64)?);
         // With an infinite `b` the bound is infinite too and would accept every `a`.
         let difference = (&a - &b)?.abs()?;
         let close = difference.le(&((b.abs()? * rtol)? + atol)?)?.minimum(&difference.lt(f64::INFINITY)?)?;

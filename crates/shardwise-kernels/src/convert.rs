@@ -6,12 +6,14 @@
 use std::mem::MaybeUninit;
 
 use candle_core::{DType, Tensor, WithDType};
+use float8::F8E4M3;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::eight_bit::{f8_to_f32, f32_to_f8};
 use super::parallel::{SharedPtr, over_ranges};
 use super::uninit_buffer::UninitBuffer;
-use super::{check_supported, contiguous, simd, with_first_element, with_type};
+use super::{check_dtype, check_stored, contiguous, simd, with_first_element, with_type};
 use crate::error::Result;
 
 /// Elements that are converted at a time: both sides stay in the first-level cache.
@@ -23,12 +25,18 @@ const CONVERT_CHUNK: usize = 4096;
 /// # Errors
 /// If the kernels do not support the tensor, or memory does not suffice.
 pub fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    check_supported(x)?;
+    check_stored(x)?;
+    check_dtype(dtype)?;
     match (x.dtype(), dtype) {
         (DType::F32, DType::BF16) => convert_all::<f32, bf16>(x),
         (DType::F32, DType::F16) => convert_all::<f32, f16>(x),
         (DType::BF16, DType::F32) => convert_all::<bf16, f32>(x),
         (DType::F16, DType::F32) => convert_all::<f16, f32>(x),
+        (DType::F32, DType::F8E4M3) => convert_all::<f32, F8E4M3>(x),
+        (DType::F8E4M3, DType::F32) => convert_all::<F8E4M3, f32>(x),
+        (DType::F8E4M3, DType::F8E4M3) => Ok(x.clone()),
+        // As in PyTorch, all other types are converted from and to f8 by way of f32. Candle's conversion to f64 does not end.
+        (DType::F8E4M3, _) | (_, DType::F8E4M3) => convert(&convert(x, DType::F32)?, dtype),
         _ => Ok(x.to_dtype(dtype)?),
     }
 }
@@ -213,6 +221,20 @@ impl Cast<bf16> for f32 {
         // A carry beyond the mantissa would turn NaN into infinity; the quiet bit keeps it a NaN.
         let quiet = bits >> 16 | 0x40;
         bf16::from_bits(if self.is_nan() { quiet } else { rounded } as u16)
+    }
+}
+
+impl Cast<f32> for F8E4M3 {
+    #[inline(always)]
+    fn cast(self) -> f32 {
+        f8_to_f32(self)
+    }
+}
+
+impl Cast<F8E4M3> for f32 {
+    #[inline(always)]
+    fn cast(self) -> F8E4M3 {
+        f32_to_f8(self)
     }
 }
 

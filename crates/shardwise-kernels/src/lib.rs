@@ -9,7 +9,8 @@
 //! | statistics and normalization of channels | [`channels`] |
 //! | matrix products | [`batched_matmul`] |
 //! | selection by index, scatters | [`index_select`], [`gather`], [`scatter()`], [`index_add`], [`IndexRange`] |
-//! | sorting, scans, searches | [`top_k`], [`scan_totals`], [`scan_extremes`], [`bucketize`], [`nonzero_positions`], [`band()`] |
+//! | weighted sums of slices | [`weighted_slices()`], [`SliceTable`] |
+//! | sorting, order statistics, scans, searches | [`top_k`], [`byte_counts`], [`scan_totals`], [`scan_extremes`], [`bucketize`], [`nonzero_positions`], [`band()`] |
 //! | random elements by position | [`random_elements`], [`philox4x32_10`] |
 //! | attention in blocks | [`attention`] |
 //! | convolutions, maxima and means over windows | [`convolution`], [`pooling`] |
@@ -19,8 +20,8 @@
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
 //!
-//! Kernels take f64, f32, f16, bf16, i64, i32, i16, u32 and u8 unless they say otherwise. f16 and bf16 are computed in f32
-//! or f64 and rounded at the end. Large inputs are divided over the rayon pool of the calling thread; the bits of a result
+//! Kernels take f64, f32, f16, bf16, i64, i32, i16, u32 and u8 unless they say otherwise; copies and conversions take f8e4m3
+//! too. f16 and bf16 are computed in f32 or f64 and rounded at the end. Large inputs are divided over the rayon pool of the calling thread; the bits of a result
 //! depend neither on the number of threads nor on the strides of the inputs, and are the same with AVX2 and AVX-512 (one
 //! exception: a product with few rows is summed in another order if the right factor is transposed). Inputs may have any
 //! strides, and a result is a new contiguous tensor.
@@ -28,13 +29,14 @@
 #![allow(clippy::needless_range_loop, reason = "loops over several arrays by one index become vector instructions")]
 
 #[doc(hidden)]
-pub use {candle_core, half};
+pub use {candle_core, float8, half};
 
 mod error;
 mod parallel;
 mod meta;
 mod reduce_op;
 mod memory_limit;
+mod eight_bit;
 mod uninit_buffer;
 mod assembly;
 mod compare;
@@ -65,6 +67,7 @@ mod scalar;
 mod order;
 mod scan;
 mod search;
+mod weighted_slices;
 mod reduce_dims;
 pub mod rows;
 pub mod attention;
@@ -89,7 +92,9 @@ pub use memory_limit::{check_bytes, memory_bytes};
 pub use meta::TensorMeta;
 pub use norm_partial::{NormPartial, norm_partial};
 pub use optimizer_update::{Elementwise, StateElement, elementwise_update};
-pub use order::{SortOrder, top_k};
+pub use order::{
+    BYTE_VALUES, SortOrder, byte_counts, count_before, count_rank, next_byte, nth_of_rank, rank_bytes, top_k,
+};
 pub use peak::{MULTIPLY_ADDS_PER_BLOCK, multiply_adds};
 pub use pointwise::{ComputeType, PerType, PointwiseFn, ViaF64, pointwise, pointwise_f32};
 pub use random::{RandomDraw, RandomNumbers, philox4x32_10, random_elements};
@@ -106,6 +111,7 @@ pub use scatter_reduce::{ScatterReduction, scatter_reduce};
 pub use search::{bucketize, count_nonzero, first_nan, nonzero_positions};
 pub use typed_slice::with_slice;
 pub use uninit_buffer::UninitBuffer;
+pub use weighted_slices::{SliceTable, weighted_slices};
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 
@@ -157,11 +163,34 @@ macro_rules! with_type {
     };
 }
 
-/// Checks that the kernels support the device and the element type of a tensor.
+/// As [`with_type!`], for code that stores or moves elements: also with f8.
+#[macro_export]
+macro_rules! with_stored_type {
+    ($dtype:expr, $T:ident => $body:expr, otherwise $otherwise:expr) => {
+        match $dtype {
+            $crate::candle_core::DType::F8E4M3 => {
+                type $T = $crate::float8::F8E4M3;
+                $body
+            }
+            other => $crate::with_type!(other, $T => $body, otherwise $otherwise),
+        }
+    };
+}
+
+/// Checks that the kernels support the device of a tensor, and compute with its element type.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] if it is not on the CPU, or the error of [`check_arithmetic`].
+pub fn check_supported(tensor: &Tensor) -> Result<()> {
+    check_stored(tensor)?;
+    check_arithmetic(tensor.dtype())
+}
+
+/// Checks that the kernels support the device of a tensor, and store and move elements of its type.
 ///
 /// # Errors
 /// [`ErrorKind::Unsupported`] if it is not on the CPU, or the error of [`check_dtype`].
-pub fn check_supported(tensor: &Tensor) -> Result<()> {
+pub fn check_stored(tensor: &Tensor) -> Result<()> {
     if !tensor.device().is_cpu() {
         return Err(ErrorKind::Unsupported.error(
             "tensor",
@@ -173,17 +202,28 @@ pub fn check_supported(tensor: &Tensor) -> Result<()> {
     check_dtype(tensor.dtype())
 }
 
-/// Checks that the kernels support an element type.
+/// Checks that tensors can have an element type: they are stored, moved and converted.
+///
+/// # Errors
+/// [`ErrorKind::DType`] for all but f64, f32, f16, bf16, f8e4m3, i64, i32, i16, u32 and u8.
+pub fn check_dtype(dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F8E4M3 => Ok(()),
+        _ => check_arithmetic(dtype),
+    }
+}
+
+/// Checks that the kernels compute with an element type.
 ///
 /// # Errors
 /// [`ErrorKind::DType`] for all but f64, f32, f16, bf16, i64, i32, i16, u32 and u8.
-pub fn check_dtype(dtype: DType) -> Result<()> {
+pub fn check_arithmetic(dtype: DType) -> Result<()> {
     with_type!(dtype, T => { let _ = size_of::<T>(); Ok(()) }, otherwise Err(ErrorKind::dtype(dtype).error(
         "element type",
         dtype.as_str(),
         "f64, f32, f16, bf16, i64, i32, i16, u32 or u8",
         match dtype {
-            DType::F8E4M3 => "there are no kernels for it: convert the plain tensor with candle's to_dtype(DType::F32) first",
+            DType::F8E4M3 => "it is a type to store, move and convert, with scaled_mm as its one product: convert it with to_dtype(DType::F32) first",
             _ => "neither this library nor candle computes with it or converts it: keep its bytes as u8",
         },
     )))
@@ -226,6 +266,9 @@ pub fn same_memory(a: &Tensor, b: &Tensor) -> bool {
 /// If the type does not represent the number (see [`Number::fit`]), is not supported, or memory does not suffice.
 pub fn filled(value: impl Into<Number>, meta: &TensorMeta) -> Result<Tensor> {
     let value = value.into().fit(meta.dtype)?;
+    if meta.dtype == DType::F8E4M3 {
+        return convert(&filled(value, &TensorMeta::new(meta.shape.as_slice(), DType::F32))?, meta.dtype);
+    }
     let output = Assembly::new(meta.clone())?;
     with_type!(meta.dtype, T => {
         // SAFETY: the memory is that of a tensor with this type and number of elements, and nobody else writes to it.
@@ -244,7 +287,7 @@ pub fn filled(value: impl Into<Number>, meta: &TensorMeta) -> Result<Tensor> {
 /// If the tensor is not contiguous (see [`contiguous`]), not on the CPU, or of an element type that the kernels do not
 /// support.
 pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R> {
-    check_supported(tensor)?;
+    check_stored(tensor)?;
     if !tensor.is_contiguous() {
         let found = format!("shape {:?} with strides {:?}", tensor.dims(), tensor.stride());
         return Err(ErrorKind::shape(tensor.dims()).error(
@@ -263,6 +306,9 @@ pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R
 /// Copies the elements, in row-major order, to little-endian bytes.
 pub fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let flat = contiguous(tensor)?.flatten_all()?;
+    if flat.dtype() == DType::F8E4M3 {
+        return with_bytes(&flat, <[u8]>::to_vec);
+    }
     with_type!(flat.dtype(), T => {
         Ok(flat.to_vec1::<T>()?.into_iter().flat_map(T::to_le_bytes).collect())
     }, otherwise unreachable!("`contiguous` checks it"))
@@ -309,6 +355,7 @@ fn first_element(storage: &Storage, layout: &Layout) -> (*const u8, DType) {
         CpuStorage::F16(v) => (v.as_ptr().cast(), v.len(), DType::F16),
         CpuStorage::F32(v) => (v.as_ptr().cast(), v.len(), DType::F32),
         CpuStorage::F64(v) => (v.as_ptr().cast(), v.len(), DType::F64),
+        CpuStorage::F8E4M3(v) => (v.as_ptr().cast(), v.len(), DType::F8E4M3),
         _ => unreachable!("callers check the element type"),
     };
     // The offset of a view without elements may be outside the storage.

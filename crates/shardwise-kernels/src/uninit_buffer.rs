@@ -6,7 +6,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor, WithDType};
 
 use super::memory_limit::{check_bytes, out_of_memory};
-use super::{check_dtype, reserve, with_type};
+use super::{check_dtype, reserve, with_stored_type};
 use crate::error::Result;
 
 /// Memory for a number of elements of one type that becomes a tensor once all of them are written.
@@ -29,7 +29,7 @@ impl UninitBuffer {
     /// If the kernels do not support the element type ([`check_dtype`]) or memory does not suffice.
     pub fn new(dtype: DType, count: usize) -> Result<Self> {
         check_dtype(dtype)?;
-        let (first, storage) = with_type!(dtype, T => {
+        let (first, storage) = with_stored_type!(dtype, T => {
             let mut buffer: Vec<T> = reserve(count)?;
             advise_huge_pages(buffer.as_mut_ptr().cast(), count * size_of::<T>());
             (buffer.as_mut_ptr().cast(), T::to_cpu_storage_owned(buffer))
@@ -43,7 +43,7 @@ impl UninitBuffer {
     /// As for [`new`](Self::new).
     pub fn zeroed(dtype: DType, count: usize) -> Result<Self> {
         check_dtype(dtype)?;
-        let (first, storage) = with_type!(dtype, T => {
+        let (first, storage) = with_stored_type!(dtype, T => {
             check_bytes(count, size_of::<T>())?;
             let mut buffer: Vec<T> = match count {
                 0 => Vec::new(),
@@ -96,7 +96,7 @@ impl UninitBuffer {
     /// # Safety
     /// Every element has been written, and the writes happened before this call.
     pub unsafe fn finish(self, shape: impl Into<Shape>) -> Tensor {
-        let storage = with_type!(self.dtype, T => {
+        let storage = with_stored_type!(self.dtype, T => {
             let mut buffer = T::cpu_storage_data(self.storage).expect("allocated with this type");
             // SAFETY: the capacity is `count`, and the caller promises that all elements are written.
             unsafe { buffer.set_len(self.count) };

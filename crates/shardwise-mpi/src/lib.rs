@@ -18,6 +18,12 @@
 //! The MPI engine needs the feature `mpi`, and an MPI library (Open MPI or MPICH) and libclang on the machine that builds.
 //! `docs/mpi.md` in the repository describes how to build, and how to run on two machines, under Slurm and in a container.
 //!
+//! # Waiting
+//!
+//! MPI does not say which part of a collective was spent waiting for other ranks. So `waiting` of a
+//! [`CommRecord`](shardwise::comm::CommRecord) counts receives and reads of remote shards here, and is zero for collectives, whose whole
+//! time is in `duration`. On threads it counts all waits.
+//!
 //! # Failures
 //!
 //! MPI cannot cancel a collective that waits for other ranks. So a rank that fails gives the other ranks 3 seconds to return, then
@@ -73,6 +79,9 @@ impl Settings {
                 let mut world = shardwise::ThreadWorld::new(ranks)?.deadline(self.deadline);
                 if let Some(threads) = self.kernel_threads {
                     world = world.kernel_threads(threads);
+                }
+                if let Some(directory) = &self.dump_dir {
+                    world = world.dump_dir(directory);
                 }
                 Ok(world.run(program)?.swap_remove(0))
             }

@@ -1,13 +1,15 @@
 //! Settings of a launch: deadline, checks, determinism, links.
 
 use shardwise::error::ErrorKind;
+use std::path::PathBuf;
 use std::time::Duration;
 
+use shardwise::comm::DUMP_DIR_VARIABLE;
 use shardwise::mesh::Link;
 use shardwise::{Error, Result};
 
-/// Settings of a launch. On threads only [`deadline`](Self::deadline) and [`kernel_threads`](Self::kernel_threads) apply; all
-/// other settings must be the same on all ranks.
+/// Settings of a launch. On threads only [`deadline`](Self::deadline), [`kernel_threads`](Self::kernel_threads) and
+/// [`dump_dir`](Self::dump_dir) apply; all other settings must be the same on all ranks.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -21,6 +23,7 @@ use shardwise::{Error, Result};
 pub struct Settings {
     pub(crate) deadline: Duration,
     pub(crate) kernel_threads: Option<usize>,
+    pub(crate) dump_dir: Option<PathBuf>,
     #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads are always deterministic"))]
     pub(crate) deterministic: bool,
     #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads always check"))]
@@ -71,6 +74,7 @@ impl Default for Settings {
         Settings {
             deadline: Duration::from_secs(300),
             kernel_threads: None,
+            dump_dir: None,
             deterministic: false,
             check: true,
             segment: 1 << 20,
@@ -83,7 +87,7 @@ impl Default for Settings {
 
 impl Settings {
     /// Reads settings from the environment, with defaults for variables that are not set: `SHARDWISE_DEADLINE` in seconds,
-    /// `SHARDWISE_DETERMINISTIC` and `SHARDWISE_CHECK` as 0 or 1, `SHARDWISE_LINK_INSIDE` and `SHARDWISE_LINK_ACROSS` as
+    /// `SHARDWISE_DUMP_DIR` as a directory, `SHARDWISE_DETERMINISTIC` and `SHARDWISE_CHECK` as 0 or 1, `SHARDWISE_LINK_INSIDE` and `SHARDWISE_LINK_ACROSS` as
     /// latency and bandwidth such as `2us,4.5GB/s`.
     ///
     /// # Errors
@@ -108,6 +112,7 @@ impl Settings {
             Some(text) => text.parse().map_err(|_| invalid_variable(name, &text, "a link such as 30us,1.25GB/s")),
             None => Ok(default),
         };
+        settings.dump_dir = variable(DUMP_DIR_VARIABLE).map(PathBuf::from);
         settings.inside = link("SHARDWISE_LINK_INSIDE", settings.inside)?;
         settings.across = link("SHARDWISE_LINK_ACROSS", settings.across)?;
         Ok(settings)
@@ -125,6 +130,14 @@ impl Settings {
     #[doc(alias = "set_num_threads")]
     pub fn kernel_threads(mut self, threads: usize) -> Self {
         self.kernel_threads = Some(threads.max(1));
+        self
+    }
+
+    /// Sets the directory to which a launch that fails writes what each rank was doing
+    /// ([`RankDump`](shardwise::comm::RankDump)); none by default. It may differ between ranks. Its parent must exist, or no dump
+    /// is written.
+    pub fn dump_dir(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.dump_dir = Some(directory.into());
         self
     }
 

@@ -7,9 +7,10 @@
 //!
 //! Test data: [`values`] and [`parameters`] for tensors with known elements, [`vectors`] for the vectors recorded from
 //! PyTorch, [`torch_ops`] for the table of operators that most of them name, and [`torch_calls`] for PyTorch's operators in PyTorch's
-//! own call form.
+//! own call form. [`counting`] counts the collectives of a rank.
 
 pub mod collectives;
+pub mod counting;
 pub mod disagreements;
 pub mod errors;
 pub mod layout_pairs;

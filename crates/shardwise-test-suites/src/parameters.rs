@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use shardwise::Param;
-use shardwise::optim::{Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, Lion, NAdam, RmsProp, Sgd};
+use shardwise::optim::{Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, Asgd, Lion, NAdam, RAdam, RmsProp, Sgd};
 use shardwise::prelude::*;
 
 use crate::values;
@@ -27,6 +27,12 @@ pub fn algorithms() -> Vec<Algorithm> {
         Adadelta { weight_decay: 0.1, ..Adadelta::default() }.into(),
         Adamax { weight_decay: 0.1, ..Adamax::default() }.into(),
         NAdam { weight_decay: 0.1, ..NAdam::default() }.into(),
+        NAdam { weight_decay: 0.1, decoupled_weight_decay: true, ..NAdam::default() }.into(),
+        // Five steps are without the second moment, or with it from the second one on.
+        RAdam { weight_decay: 0.1, ..RAdam::default() }.into(),
+        RAdam { weight_decay: 0.1, decoupled_weight_decay: true, betas: (0.6, 0.96), ..RAdam::default() }.into(),
+        Asgd { weight_decay: 0.1, ..Asgd::default() }.into(),
+        Asgd { lambd: 0.1, alpha: 0.5, t0: 1.0, ..Asgd::default() }.into(),
         Lion { weight_decay: 0.1, ..Lion::default() }.into(),
     ]
 }

@@ -135,9 +135,13 @@ pub fn close(got: &Tensor, expected: &Tensor, rtol: f64, atol: f64) -> shardwise
         return Ok(());
     }
     let values = |t: &Tensor| -> shardwise::Result<Vec<f64>> { Ok(t.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?) };
-    let fits = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= atol + rtol * b.abs();
-    if values(got)?.iter().zip(&values(expected)?).all(fits) {
-        return Ok(());
-    }
-    Err(Error::other(format!("got {got}, expected {expected}")))
+    let fits = |a: f64, b: f64| a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= atol + rtol * b.abs();
+    let (elements, recorded) = (values(got)?, values(expected)?);
+    let mut wrong = elements.iter().zip(&recorded).enumerate().filter(|(_, (a, b))| !fits(**a, **b));
+    let Some((first, (a, b))) = wrong.next() else { return Ok(()) };
+    let (count, shape) = (1 + wrong.count(), got.dims());
+    Err(Error::other(format!(
+        "{count} of {} elements of {shape:?} differ: got {a} at {first}, expected {b}",
+        elements.len()
+    )))
 }

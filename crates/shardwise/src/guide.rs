@@ -551,7 +551,8 @@
 //!
 //! # A dry run
 //!
-//! With bytes per collective and peak memory.
+//! With bytes per collective and peak memory. [`report_step`](crate::models::report_step) and `shardwise plan` describe a whole
+//! training step in this way; [`picture`](crate::picture) draws layouts, and `docs/pictures.md` has one of every kind.
 //!
 //! ```python
 //! with FakeTensorMode():

@@ -7,6 +7,7 @@
 //! * [`launch`], [`World`], [`Group`]: ranks as threads of one process, and their collectives. Collectives do not hang:
 //!   a failure or a mismatched call on one rank is an [`Error`] on all of them, with ranks and source lines.
 //! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other.
+//! * [`picture`]: meshes, layouts and redistributions drawn, as text and SVG.
 //! * [`ops`]: operators as methods of [`DTensor`]. Layouts propagate; data moves only where an operator needs it.
 //! * [`autograd`]: gradients, which stay partial sums until they are needed.
 //! * [`sharded`]: `ShardedTensor`, a tensor as an explicit list of shards, any number per rank, readable by other ranks.
@@ -56,6 +57,7 @@ pub mod random;
 pub mod comm;
 pub mod redistribute;
 pub mod tensor;
+pub mod picture;
 pub mod rule;
 pub mod op;
 pub mod ops;
@@ -71,9 +73,10 @@ pub mod checkpoint;
 pub mod models;
 pub mod generate;
 pub mod train;
+pub mod report;
 pub mod guide;
 
-pub use autograd::{BackwardOptions, Gradients, checkpoint_activations, local_map};
+pub use autograd::{BackwardOptions, GradientHook, Gradients, checkpoint_activations, jvp, local_map};
 pub use comm::{
     DeviceMesh, DryWorld, ExplicitRedistribution, Group, ThreadWorld, World, explicit_communication_only, launch,
     launch_scoped, with_mesh,
@@ -81,7 +84,7 @@ pub use comm::{
 pub use error::{Error, ErrorKind, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
-pub use op::detect_anomaly;
+pub use op::{autocast, detect_anomaly};
 pub use optim::ShardedOptimizer;
 pub use param::Param;
 pub use placement::{Placement, ReduceOp};
@@ -92,7 +95,7 @@ pub use tensor::{DTensor, Number, Operand, no_grad};
 /// The items that most programs need: `use shardwise::prelude::*;`.
 pub mod prelude {
     pub use crate::Placement::{Partial, Replicate, Shard};
-    pub use crate::nn::{Builder, Forward, Module};
+    pub use crate::nn::{Builder, Forward, FsdpModule, Module};
     pub use crate::optim::{Adam, AdamW, OptimizeModule, Sgd, ShardedOptimizer};
     pub use crate::{
         DTensor, DeviceMesh, Distribution, Error, ErrorKind, Gradients, Group, Layout, Mesh, Param, Placement,

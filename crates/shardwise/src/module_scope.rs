@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::error::Site;
-use crate::rank_context::{EnteredModule, RankContext, in_scope, rank_context};
+use crate::rank_context::{EnteredModule, Phase, RankContext, in_scope, rank_context, rank_context_if_alive};
 
 /// Runs `body` as the `forward` of the module at `path`, called at `site`.
 pub(crate) fn in_module<R>(path: Option<Arc<str>>, site: Site, body: impl FnOnce() -> R) -> R {
@@ -17,6 +17,46 @@ pub(crate) fn in_module<R>(path: Option<Arc<str>>, site: Site, body: impl FnOnce
 /// Returns the path of the innermost module that has one.
 pub(crate) fn current_path() -> Option<Arc<str>> {
     rank_context(|context| context.modules.borrow().iter().rev().find_map(|entered| entered.path.clone()))
+}
+
+/// Runs `body` as a part of a training step.
+pub(crate) fn in_phase<R>(phase: Phase, body: impl FnOnce() -> R) -> R {
+    let enter = |context: &RankContext| context.phase.replace(phase);
+    in_scope(enter, |context, before| context.phase.set(before), body)
+}
+
+/// The part of a training step that this thread is in.
+pub(crate) fn current_phase() -> Phase {
+    rank_context(|context| context.phase.get())
+}
+
+/// The phase and the module path of this thread, `None` while it is ending: destructors ask.
+pub(crate) fn current_place_if_alive() -> Option<(Phase, Option<Arc<str>>)> {
+    let path = |context: &RankContext| context.modules.borrow().iter().rev().find_map(|entered| entered.path.clone());
+    rank_context_if_alive(|context| (context.phase.get(), path(context)))
+}
+
+/// Why the communication of this thread happens, if a reason is known.
+pub(crate) fn current_reason() -> Option<Arc<str>> {
+    rank_context(|context| context.reason.borrow().clone())
+}
+
+/// Runs `body`, whose communication has this reason. The outermost reason counts: it is that of what the program called.
+pub(crate) fn with_reason<R>(reason: &Arc<str>, body: impl FnOnce() -> R) -> R {
+    let enter = |context: &RankContext| {
+        let mut current = context.reason.borrow_mut();
+        let is_outermost = current.is_none();
+        if is_outermost {
+            *current = Some(Arc::clone(reason));
+        }
+        is_outermost
+    };
+    let leave = |context: &RankContext, is_outermost: bool| {
+        if is_outermost {
+            *context.reason.borrow_mut() = None;
+        }
+    };
+    in_scope(enter, leave, body)
 }
 
 /// Returns the line of the user's program that an error at `site` should name.

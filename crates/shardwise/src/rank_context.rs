@@ -7,6 +7,9 @@ use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::DType;
 
 use crate::error::Site;
 
@@ -43,12 +46,50 @@ pub(crate) fn in_scope<S, R>(
     body()
 }
 
+/// The part of a training step that a rank is in: what it communicates and allocates is recorded under it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Outside of the other two: the forward pass, and everything that is no part of a training step.
+    #[default]
+    Forward,
+    /// Inside a backward pass, or while gradients are brought into the layouts of their parameters.
+    Backward,
+    /// Inside the step of an optimizer.
+    Update,
+}
+
+impl Phase {
+    /// All phases, in the order of a training step.
+    pub const ALL: [Phase; 3] = [Phase::Forward, Phase::Backward, Phase::Update];
+}
+
+impl std::fmt::Display for Phase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Phase::Forward => "forward",
+            Phase::Backward => "backward",
+            Phase::Update => "update",
+        })
+    }
+}
+
 /// See the [module](self).
 pub(crate) struct RankContext {
     /// The modules whose `forward` is running, the innermost last.
     pub(crate) modules: RefCell<Vec<EnteredModule>>,
     /// The operators that are being executed, the innermost last, and whether each redistributes implicitly.
     pub(crate) operators: RefCell<Vec<(&'static str, bool)>>,
+    /// The part of a training step that the rank is in.
+    pub(crate) phase: Cell<Phase>,
+    /// Why data is being moved, in one sentence.
+    pub(crate) reason: RefCell<Option<Arc<str>>>,
+    /// The mesh axes of the group whose call is being executed.
+    pub(crate) group_axes: RefCell<Option<Arc<str>>>,
+    /// The records of active `record_communication` scopes: `comm::trace`.
+    pub(crate) recorders: AnyField,
+    /// Number of [`recorders`](Self::recorders): a cheap test, because every collective reads it and most programs have none.
+    pub(crate) recorder_count: Cell<usize>,
     /// The meshes of active `with_mesh` scopes: `Vec<DeviceMesh>`.
     pub(crate) meshes: AnyField,
     /// The value on whose behalf the rank communicates: `comm::purpose`.
@@ -62,8 +103,22 @@ pub(crate) struct RankContext {
     pub(crate) moving: AnyField,
     /// Whether operators are not recorded for a backward pass, as in PyTorch's `no_grad`.
     pub(crate) is_recording_paused: Cell<bool>,
+    /// Whether spans are being recorded: a cheap flag, because every operator reads it.
+    pub(crate) is_profiling: Cell<bool>,
+    /// The spans recorded so far: `comm::profile`.
+    pub(crate) profile: AnyField,
+    /// Time that the rank has waited for other ranks.
+    pub(crate) waited: Cell<Duration>,
     /// Whether the gradient of an operator is being computed.
     pub(crate) is_in_gradient: Cell<bool>,
+    /// Tensors that were recorded before the call of this number are constants: `autograd::jvp`.
+    pub(crate) constants_before: Cell<u64>,
+    /// Whether gradients are recorded as functions of the gradients that arrive alone, of which they are linear: `autograd::jvp`.
+    pub(crate) is_linearizing: Cell<bool>,
+    /// Whether backward passes leave the gradients of sharded leaves as partial sums: `autograd`.
+    pub(crate) is_reduction_deferred: Cell<bool>,
+    /// The type to which products convert their operands, inside of `autocast`.
+    pub(crate) autocast: Cell<Option<DType>>,
     /// Number of active `detect_anomaly` scopes.
     pub(crate) anomaly_scopes: Cell<usize>,
     /// Texts of the calls whose gradients are being computed, the innermost last, for errors.
@@ -101,13 +156,25 @@ impl RankContext {
         RankContext {
             modules: RefCell::new(Vec::new()),
             operators: RefCell::new(Vec::new()),
+            phase: Cell::new(Phase::Forward),
+            reason: RefCell::new(None),
+            group_axes: RefCell::new(None),
+            recorders: AnyField::new(),
+            recorder_count: Cell::new(0),
             meshes: AnyField::new(),
             purpose: AnyField::new(),
             implicit_redistributions: AnyField::new(),
             reports_implicit: Cell::new(false),
             moving: AnyField::new(),
             is_recording_paused: Cell::new(false),
+            is_profiling: Cell::new(false),
+            profile: AnyField::new(),
+            waited: Cell::new(Duration::ZERO),
             is_in_gradient: Cell::new(false),
+            constants_before: Cell::new(0),
+            is_linearizing: Cell::new(false),
+            is_reduction_deferred: Cell::new(false),
+            autocast: Cell::new(None),
             anomaly_scopes: Cell::new(0),
             backward_calls: RefCell::new(Vec::new()),
             rules: AnyField::new(),

@@ -6,10 +6,12 @@
 //!
 //! Shardy, the partitioner of JAX, calls the named dimensions *factors*. Pure arithmetic: nothing here communicates.
 
+mod explain;
+
 use smallvec::SmallVec;
 
 use crate::error::Result;
-use crate::layout::{Layout, TensorBox};
+use crate::layout::{Layout, TensorBox, TensorMeta};
 use crate::mesh::Mesh;
 use crate::placement::{Placement, ReduceOp};
 
@@ -67,6 +69,17 @@ impl Decision {
             outputs: outputs.into_iter().collect(),
         }
     }
+}
+
+/// A call of an operator for which a custom rule decides, see [`override_rule`](crate::ops::override_rule).
+#[derive(Debug)]
+pub struct RuleCall<'a> {
+    /// Layouts of the inputs, in order.
+    pub inputs: &'a [&'a Layout],
+    /// Global shape and type of each output.
+    pub outputs: &'a [TensorMeta],
+    /// The operator's own rule for this call, which its arguments determine: which dimensions it reduces, keeps or needs whole.
+    pub signature: &'a Signature,
 }
 
 /// What an operator needs of one input before its kernel runs.
@@ -179,6 +192,18 @@ impl Signature {
     pub fn rearrangement(ndim: usize, stays: &dyn Fn(usize) -> bool, output: Vec<Option<usize>>) -> Self {
         let dims = (0..ndim).map(|d| if stays(d) { DimSharding::Free } else { DimSharding::Never }).collect();
         Signature { dims, inputs: vec![(0..ndim).map(Some).collect()], outputs: vec![output], passes: Vec::new() }
+    }
+
+    /// What sharding a dimension of an input means; `None` if it is never sharded, for instance because it broadcasts.
+    pub fn sharding(&self, input: usize, dim: usize) -> Option<DimSharding> {
+        self.inputs[input][dim].map(|named| self.dims[named])
+    }
+
+    /// The dimensions of an input that no output has, because the operator reduces them.
+    pub fn reduced_dims(&self, input: usize) -> Vec<usize> {
+        let kept = |named: &Option<usize>| self.outputs.iter().any(|output| output.contains(named));
+        let named = self.inputs[input].iter().enumerate();
+        named.filter(|(_, named)| named.is_some() && !kept(named)).map(|(dim, _)| dim).collect()
     }
 
     /// Removes all ways to run on partial inputs: they are reduced first.

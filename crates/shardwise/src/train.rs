@@ -29,7 +29,7 @@
 
 use candle_core::DType;
 
-use crate::autograd::Gradients;
+use crate::autograd::{BackwardOptions, Gradients};
 use crate::error::{ErrorKind, Result};
 use crate::models::Model;
 use crate::optim::{ShardedOptimizer, clip_grad_norm};
@@ -46,6 +46,7 @@ pub struct Trainer<M> {
     /// The optimizer of the model's parameters.
     pub optimizer: ShardedOptimizer,
     max_norm: Option<f64>,
+    defer_reduction: bool,
 }
 
 /// Loss and gradient norm of a training step.
@@ -60,7 +61,7 @@ pub struct TrainingStep {
 impl<M: Model> Trainer<M> {
     /// A trainer that does not clip gradients.
     pub fn new(model: M, optimizer: ShardedOptimizer) -> Self {
-        Trainer { model, optimizer, max_norm: None }
+        Trainer { model, optimizer, max_norm: None, defer_reduction: false }
     }
 
     /// Clips gradients to a total norm of `max_norm` in every step.
@@ -68,6 +69,14 @@ impl<M: Model> Trainer<M> {
     #[must_use]
     pub fn clip_norm(self, max_norm: f64) -> Self {
         Trainer { max_norm: Some(max_norm), ..self }
+    }
+
+    /// Reduces the gradients of sharded parameters once per step instead of once per batch
+    /// ([`BackwardOptions::defer_reduction`]): fewer collectives, and gradients of the full size until then.
+    #[doc(alias = "no_sync")]
+    #[must_use]
+    pub fn defer_reduction(self) -> Self {
+        Trainer { defer_reduction: true, ..self }
     }
 
     /// Runs one training step on a batch: forward, backward, clipping, update. Collective: all ranks of the mesh must call it.
@@ -120,7 +129,8 @@ impl<M: Model> Trainer<M> {
     fn gradients(&self, batch: &[DTensor], batches: usize) -> Result<(Gradients, f64)> {
         let loss = self.model.batch_loss(batch)?;
         let share = if batches == 1 { loss.clone() } else { loss.mul_scalar(1.0 / batches as f64)? };
-        let gradients = share.backward()?;
+        let options = BackwardOptions { defer_reduction: self.defer_reduction, ..BackwardOptions::default() };
+        let gradients = share.backward_options(options)?;
         Ok((gradients, number(&loss)? / batches as f64))
     }
 

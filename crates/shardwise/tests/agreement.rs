@@ -184,3 +184,29 @@ fn results_of_a_custom_engine_are_checked_before_use() {
     let nothing = Group::new(Arc::new(Careless(Vec::new)));
     assert!(nothing.all_reduce(&input, ReduceOp::Sum).is_err());
 }
+
+#[test]
+fn a_singular_matrix_that_had_to_be_gathered_is_an_error_on_all_ranks() {
+    let run = |world: World| {
+        let mesh = world.mesh([("dp", 2)])?;
+        // four matrices, of which the last alone, zero, cannot be factorized; a shard of rows becomes one of the batch
+        let mut matrices = vec![0.0; 4 * 4];
+        (0..3).for_each(|i| (matrices[4 * i], matrices[4 * i + 3]) = (1.0, 2.0));
+        let matrices = Tensor::from_vec(matrices, (4, 2, 2), &Device::Cpu)?;
+        let rows = DTensor::distribute_tensor(&matrices, &mesh, [Shard(1)], None)?;
+        let ones = DTensor::ones((4, 2, 1), DType::F64, &mesh, [Replicate])?;
+        let verdicts = [
+            rows.linalg_inv().map(drop),
+            rows.linalg_cholesky(false).map(drop),
+            rows.linalg_lu_factor(true).map(drop),
+            rows.linalg_solve(&ones, true).map(drop),
+        ];
+        for verdict in verdicts {
+            let message = verdict.expect_err("a singular matrix").to_string();
+            assert!(message.contains("fails at row 1"), "{message}");
+        }
+        assert!(rows.narrow(0, 0, 3)?.linalg_inv().is_ok());
+        world.barrier()
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}

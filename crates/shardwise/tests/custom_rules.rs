@@ -9,7 +9,7 @@ use shardwise::error::ErrorKind;
 use shardwise::op::{self, Gradient, KernelContext, Op, OpPlan, cache_report};
 use shardwise::ops::override_rule;
 use shardwise::prelude::*;
-use shardwise::rule::{Decision, DimSharding, Signature};
+use shardwise::rule::{Decision, DimSharding, RuleCall, Signature};
 use shardwise::tensor::SaveForBackward;
 use shardwise::{DryWorld, explicit_communication_only};
 
@@ -18,7 +18,8 @@ fn matrix(mesh: &DeviceMesh, rows: usize, columns: usize, placement: Placement) 
 }
 
 /// A matrix product sharded on the columns of its right factor, whatever the inputs are.
-fn by_columns(inputs: &[&Layout], outputs: &[TensorMeta]) -> Result<Option<Decision>> {
+fn by_columns(call: &RuleCall<'_>) -> Result<Option<Decision>> {
+    let RuleCall { inputs, outputs, .. } = call;
     let mesh = inputs[0].mesh();
     let left = Layout::replicated(mesh, inputs[0].shape())?;
     let right = Layout::new(mesh, inputs[1].shape(), [Shard(1)])?;
@@ -36,9 +37,9 @@ fn a_rule_override_applies_inside_its_scope_only() {
         let expected = own.sum_all()?.backward()?;
         let called = Rc::new(Cell::new(0));
         let counter = Rc::clone(&called);
-        let rule = move |inputs: &[&Layout], outputs: &[TensorMeta]| {
+        let rule = move |call: &RuleCall<'_>| {
             counter.set(counter.get() + 1);
-            by_columns(inputs, outputs)
+            by_columns(call)
         };
         override_rule(&mesh, "matmul", rule, || {
             let before = cache_report();
@@ -59,7 +60,7 @@ fn a_rule_override_applies_inside_its_scope_only() {
             override_rule(
                 &mesh,
                 "matmul",
-                |_, _| Ok(None),
+                |_| Ok(None),
                 || {
                     assert_eq!(a.matmul(&b)?.placements(), [Shard(0)]);
                     Ok(())
@@ -88,17 +89,17 @@ fn invalid_rules_are_rejected_on_every_rank() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 2)])?;
         let x = matrix(&mesh, 4, 4, Replicate)?;
-        let refused = |name: &str| override_rule(&mesh, name, |_, _| Ok(None), || Ok(())).unwrap_err().to_string();
+        let refused = |name: &str| override_rule(&mesh, name, |_| Ok(None), || Ok(())).unwrap_err().to_string();
         let message = refused("matmull");
         assert!(message.contains("`matmull`") && message.contains("`matmul`"), "{message}");
         // a composed operator names its parts: no rule is silently ignored
         let message = refused("linear");
         assert!(message.contains("has no rule itself") && message.contains("einsum"), "{message}");
-        let rule = |inputs: &[&Layout], _: &[TensorMeta]| Ok(Some(Decision::new([inputs[0].clone()], [])));
+        let rule = |call: &RuleCall<'_>| Ok(Some(Decision::new([call.inputs[0].clone()], [])));
         let message = override_rule(&mesh, "exp", rule, || x.exp()).unwrap_err().to_string();
         assert!(message.contains("a rule for exp") && message.contains("[4, 4]"), "{message}");
         // ranks with different rules, or only some with one
-        let other = |_: &[&Layout], _: &[TensorMeta]| Ok(None);
+        let other = |_: &RuleCall<'_>| Ok(None);
         let different = match world.rank() {
             0 => override_rule(&mesh, "exp", by_columns, || Ok(())),
             _ => override_rule(&mesh, "exp", other, || Ok(())),
@@ -111,8 +112,8 @@ fn invalid_rules_are_rejected_on_every_rank() {
         assert!(message.contains("operator and rule") && message.contains("barrier"), "{message}");
         // a mesh of ranks that did not agree on the rule does not follow it
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
-        let whole = |inputs: &[&Layout], _: &[TensorMeta]| {
-            let cut = Layout::new(inputs[0].mesh(), inputs[0].shape(), [Shard(0)])?;
+        let whole = |call: &RuleCall<'_>| {
+            let cut = Layout::new(call.inputs[0].mesh(), call.inputs[0].shape(), [Shard(0)])?;
             Ok(Some(Decision::new([cut.clone()], [cut])))
         };
         override_rule(&alone, "exp", whole, || {

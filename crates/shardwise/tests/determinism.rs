@@ -5,10 +5,12 @@
 
 use std::process::Command;
 
+use candle_core::{Device, Tensor};
 use shardwise::ops::{AttentionOptions, ConvOptions, LossOptions};
 use shardwise::optim::{AdamW, ShardedOptimizer};
 use shardwise::param::Param;
 use shardwise::prelude::*;
+use shardwise_kernels::quantized::BlockType;
 
 /// Set for the program that prints digests.
 const PRINT: &str = "SHARDWISE_TEST_PRINT_DIGESTS";
@@ -17,6 +19,16 @@ const PRINT: &str = "SHARDWISE_TEST_PRINT_DIGESTS";
 fn digest(tensor: &DTensor) -> Result<u64> {
     let bytes = shardwise_kernels::bytes_of(&tensor.full_tensor()?)?;
     Ok(bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)))
+}
+
+/// Blocks `[rows, blocks, bytes]` of 1024 columns, of a type whose blocks begin with half floats, which are small here.
+fn blocks(rows: usize, block: BlockType, halves: usize) -> Result<Tensor> {
+    let count = 1024 / block.elements();
+    let mut bytes: Vec<u8> = (0..rows * count * block.bytes()).map(|i| (i * 37 + i / 251 * 13) as u8).collect();
+    for one in bytes.chunks_mut(block.bytes()) {
+        (0..halves).for_each(|i| one[2 * i + 1] = 0x14 + one[2 * i + 1] % 8);
+    }
+    Ok(Tensor::from_vec(bytes, (rows, count, block.bytes()), &Device::Cpu)?)
 }
 
 /// Names and digests of results and gradients, computed by one rank with this number of threads.
@@ -53,6 +65,14 @@ fn digests(threads: usize) -> Vec<(String, u64)> {
         add("sin", &[&m.sin()?, &m.mul_scalar(1e6)?.cos()?])?;
         add("exp", &[&m.exp()?, &m.abs()?.log()?, &m.tanh()?, &m.erf()?, &m.sigmoid()?, &m.abs()?.pow_scalar(1.7)?])?;
         add("dropout", &[&m.dropout(0.3, true)?])?;
+        // Rows of a prompt and of one token are computed in other tiles.
+        let rows = [normal(&[37, 1024])?, normal(&[1, 1024])?];
+        for (block, halves) in [(BlockType::Q8_0, 1), (BlockType::Q4_1, 2), (BlockType::Q4K, 2)] {
+            let weight = DTensor::distribute_tensor(&blocks(701, block, halves)?, &mesh, [Replicate], None)?;
+            for x in &rows {
+                add(&format!("quantized_linear of {block}"), &[&x.quantized_linear(&weight, None)?])?;
+            }
+        }
         add("transpose", &[&m.t()?.add_scalar(0.0)?])?;
         let mut differentiate = |name: &str, inputs: &[&DTensor], op: &dyn Fn(&[DTensor]) -> Result<DTensor>| {
             let leaves: Vec<DTensor> = inputs.iter().map(|x| x.requires_grad()).collect();

@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use shardwise::ops::{composed_ops, ops};
+use shardwise::ops::{SampleInput, composed_ops, ops};
+use shardwise::prelude::*;
 
 /// Methods that are not in the table, and why.
 const OUTSIDE: &[(&str, &str)] = &[
@@ -13,6 +14,11 @@ const OUTSIDE: &[(&str, &str)] = &[
     ("attention_with_logsumexp", "scaled_dot_product_attention with a second result; the entry of that calls it"),
     ("quantized_linear", "takes blocks of bytes; tests/quantized.rs compares it with expanded weights in every layout"),
     ("dequantize", "takes blocks of bytes; tests/quantized.rs compares it in every layout"),
+    (
+        "scaled_mm",
+        "takes f8, which samples do not have; tests/pytorch/eight_bit.rs compares it with PyTorch in every layout",
+    ),
+    ("view_as_complex", "returns complex numbers; tests/pytorch/complex.rs compares them with PyTorch in every layout"),
     ("i", "slices, selections and lookups, each an entry; tests/indexing.rs compares expressions of them"),
     ("set", "changes a tensor and returns none; tests/indexing.rs compares what it holds afterwards"),
 ];
@@ -86,4 +92,34 @@ functions! {
 }
 ";
     assert_eq!(methods(source), ["first", "second", "fourth"]);
+}
+
+/// A rank outside the mesh runs the same program; it holds nothing, and its calls return.
+#[test]
+fn every_operator_returns_on_a_rank_outside_the_mesh() {
+    let run = |world: World| {
+        let mesh = world.device_mesh(Mesh::from_ranks([("a", 2)], vec![0, 2])?)?;
+        let mut failed = Vec::new();
+        for op in ops().chain(composed_ops()) {
+            for samples in (op.samples)() {
+                let input = |sample: &SampleInput| {
+                    let value = |at: &[usize]| {
+                        let flat = at.iter().fold(1, |sum, i| sum * 3 + i);
+                        sample.below.map_or(0.25 + (flat % 7) as f64 / 8.0, |n| (flat % n) as f64)
+                    };
+                    let whole = DTensor::from_fn((sample.shape.as_slice(), sample.dtype), &mesh, [Replicate], value)?;
+                    if sample.shape.is_empty() { Ok(whole) } else { whole.redistribute([Shard(0)]) }
+                };
+                mesh.manual_seed(7);
+                let inputs = samples.iter().map(input).collect::<Result<Vec<_>>>()?;
+                if let Err(error) = (op.apply)(&inputs) {
+                    failed.push(format!("{}: {error}", op.name));
+                }
+            }
+        }
+        Ok(failed)
+    };
+    let deadline = std::time::Duration::from_secs(60);
+    let failed = ThreadWorld::new(3).unwrap().deadline(deadline).run(run).unwrap();
+    assert!(failed.iter().all(Vec::is_empty), "{failed:#?}");
 }

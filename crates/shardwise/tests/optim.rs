@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use shardwise::optim::{
-    Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, Lion, NAdam, ParamGroup, RmsProp, Schedule, Sgd,
+    Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, Asgd, Lion, NAdam, ParamGroup, RAdam, RmsProp, Schedule, Sgd,
     ShardedOptimizer, clip_grad_norm, clip_grad_value,
 };
 use shardwise::prelude::*;
@@ -78,7 +78,10 @@ impl Scalar {
             *b = (s.betas.1 * *b).max(g.abs() + s.eps);
             self.p -= lr / (1.0 - s.betas.0.powi(t)) * *a / *b;
         } else if let Some(s) = algorithm.downcast_ref::<NAdam>() {
-            let g = g + s.weight_decay * p;
+            let g = if s.decoupled_weight_decay { g } else { g + s.weight_decay * p };
+            if s.decoupled_weight_decay {
+                self.p *= 1.0 - lr * s.weight_decay;
+            }
             *a = s.betas.0 * *a + (1.0 - s.betas.0) * g;
             *b = s.betas.1 * *b + (1.0 - s.betas.1) * g * g;
             let mu = |t: i32| s.betas.0 * (1.0 - 0.96f64.powf(f64::from(t) * s.momentum_decay) / 2.0);
@@ -86,6 +89,27 @@ impl Scalar {
             let d = (*b / (1.0 - s.betas.1.powi(t))).sqrt() + s.eps;
             self.p -= lr * (1.0 - mu(t)) / (1.0 - self.product) * g / d;
             self.p -= lr * mu(t + 1) / (1.0 - self.product * mu(t + 1)) * *a / d;
+        } else if let Some(s) = algorithm.downcast_ref::<RAdam>() {
+            let g = if s.decoupled_weight_decay { g } else { g + s.weight_decay * p };
+            if s.decoupled_weight_decay {
+                self.p *= 1.0 - lr * s.weight_decay;
+            }
+            *a = s.betas.0 * *a + (1.0 - s.betas.0) * g;
+            *b = s.betas.1 * *b + (1.0 - s.betas.1) * g * g;
+            let m = *a / (1.0 - s.betas.0.powi(t));
+            let rho = 2.0 / (1.0 - s.betas.1) - 1.0;
+            let rho_t = rho - 2.0 * f64::from(t) * s.betas.1.powi(t) / (1.0 - s.betas.1.powi(t));
+            let rectified = (rho_t - 4.0) * (rho_t - 2.0) * rho / ((rho - 4.0) * (rho - 2.0) * rho_t);
+            self.p -= match rho_t > 5.0 {
+                true => lr * m * rectified.sqrt() * (1.0 - s.betas.1.powi(t)).sqrt() / (b.sqrt() + s.eps),
+                false => lr * m,
+            };
+        } else if let Some(s) = algorithm.downcast_ref::<Asgd>() {
+            let before = f64::from(t - 1);
+            let (eta, mu) = (lr / (1.0 + s.lambd * lr * before).powf(s.alpha), 1.0 / (before - s.t0).max(1.0));
+            let g = g + s.weight_decay * p;
+            self.p = p * (1.0 - s.lambd * eta) - eta * g;
+            *a += mu * (self.p - *a);
         } else if let Some(s) = algorithm.downcast_ref::<Lion>() {
             let c = s.betas.0 * *a + (1.0 - s.betas.0) * g;
             let direction = if c == 0.0 { 0.0 } else { c.signum() };

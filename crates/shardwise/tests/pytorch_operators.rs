@@ -8,6 +8,8 @@ use serde::Deserialize;
 use shardwise_test_suites::torch_calls;
 
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/pytorch-operators.md");
+/// What `shardwise ops` knows of the table: a tier (0: not in the vectors) and a signature per line.
+const SIGNATURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../shardwise-cli/data/pytorch_signatures.txt");
 const VECTORS: &str = include_str!("conformance/data/opinfo.jsonl");
 const NOT_SERVED: &str = include_str!("conformance/opinfo_not_served.txt");
 
@@ -45,13 +47,14 @@ const OUTSIDE: &str = "
 | operators | why |
 |---|---|
 | `bernoulli`, `normal`, `randn`, `multinomial`, ... | drawn at random, from another generator than PyTorch's; `tests/random_draws.rs` |
-| `complex`, `fft.fft`, `stft`, `linalg.eig`, ... | complex numbers, which the library does not have |
+| `complex`, `fft.fft`, `stft`, `linalg.eig`, ... | complex numbers, which are no element type here; `ComplexTensor` has arithmetic and products |
 | `sparse.*`, `to_sparse` | sparse tensors, which the library does not have |
 | `as_strided`, `resize_` | the result depends on strides, which a sharded tensor does not have |
 | `empty`, `new_empty`, ... | the content of the result is not determined; use `zeros` |
 ";
 
-fn page() -> String {
+/// What the vectors say, by the name of the operator in PyTorch.
+fn recorded() -> BTreeMap<String, Recorded> {
     let mut recorded: BTreeMap<String, Recorded> = BTreeMap::new();
     for line in VECTORS.lines() {
         let case: Case = serde_json::from_str(line).expect("a case per line");
@@ -60,6 +63,18 @@ fn page() -> String {
         entry.cases += 1;
         entry.gradients += usize::from(case.expected_grads.is_some());
     }
+    recorded
+}
+
+fn signatures() -> String {
+    let recorded = recorded();
+    let tier = |name: &str| recorded.get(name).map_or(0, |found| found.tier);
+    let calls = torch_calls::families().flat_map(|(_, calls)| calls);
+    calls.map(|call| format!("{} {}\n", tier(call.name()), call.signature)).collect()
+}
+
+fn page() -> String {
+    let recorded = recorded();
     let reasons: BTreeMap<&str, &str> =
         NOT_SERVED.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once(": ")).collect();
     let mut text = INTRODUCTION.to_string();
@@ -84,12 +99,13 @@ fn page() -> String {
 }
 
 #[test]
-fn the_page_of_operators_is_that_of_the_table() {
-    let page = page();
-    if std::env::var_os("SHARDWISE_UPDATE_DOCS").is_some() {
-        std::fs::write(PAGE, &page).unwrap();
+fn the_page_of_operators_and_the_list_of_the_command_are_those_of_the_table() {
+    for (path, text) in [(PAGE, page()), (SIGNATURES, signatures())] {
+        if std::env::var_os("SHARDWISE_UPDATE_DOCS").is_some() {
+            std::fs::write(path, &text).unwrap();
+        }
+        let written = std::fs::read_to_string(Path::new(path)).unwrap_or_default();
+        let same = written == text;
+        assert!(same, "{path} is not what the table says; run this test with SHARDWISE_UPDATE_DOCS=1");
     }
-    let written = std::fs::read_to_string(Path::new(PAGE)).unwrap_or_default();
-    let same = written == page;
-    assert!(same, "docs/pytorch-operators.md is not what the table says; run this test with SHARDWISE_UPDATE_DOCS=1");
 }

@@ -176,6 +176,34 @@ fn streams_end_at_characters_and_keep_spaces() {
     assert_eq!((stream.push(0xc3).unwrap() + &stream.finish().unwrap()).as_str(), "\u{fffd}");
 }
 
+/// Tokens are the bytes of € (0, 1, 2), a byte that no character has (3), and the letter a (4).
+fn byte_fallback() -> Tokenizer {
+    let tokenizer = json!({
+        "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE", "unk_token": null, "fuse_unk": true, "byte_fallback": true, "merges": [],
+            "vocab": {"<0xE2>": 0, "<0x82>": 1, "<0xAC>": 2, "<0xFF>": 3, "a": 4},
+        },
+    });
+    Tokenizer::new(&TextFiles { tokenizer: tokenizer.to_string().into_bytes(), ..TextFiles::default() }).unwrap()
+}
+
+#[test]
+fn invalid_bytes_do_not_spoil_a_character_that_was_streamed() {
+    let tokenizer = byte_fallback();
+    let streamed = |ids: &[u32]| {
+        let mut stream = tokenizer.stream(&[]);
+        ids.iter().map(|&id| stream.push(id).unwrap()).collect::<String>() + &stream.finish().unwrap()
+    };
+    assert_eq!(tokenizer.decode(&[0, 1, 2, 4]).unwrap(), "€a");
+    assert_eq!(tokenizer.decode(&[0, 1, 2, 3]).unwrap(), "\u{fffd}\u{fffd}\u{fffd}\u{fffd}");
+    assert_eq!(streamed(&[0, 1, 2, 3]), "€\u{fffd}");
+    assert_eq!(streamed(&[4, 0, 1, 2, 3, 4]), "a€\u{fffd}a");
+    assert_eq!(streamed(&[0, 1, 2, 3, 3, 4, 0, 1, 2, 0, 1, 2, 4]), "€\u{fffd}\u{fffd}a€€a");
+    assert_eq!(streamed(&[0, 1, 4, 3, 4]), "\u{fffd}\u{fffd}a\u{fffd}a");
+}
+
 #[test]
 fn hostile_files_are_errors_that_name_them() {
     let good = std::fs::read(model("llama_gqa").join("tokenizer.json")).unwrap();

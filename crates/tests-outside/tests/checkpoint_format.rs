@@ -53,7 +53,7 @@ impl CheckpointFormat for Raw {
                 (magic == MAGIC).then_some(()).ok_or_else(wrong)
             });
         }
-        Ok(Contents { tensors: index.tensors, values: index.values, paths: index.paths })
+        Ok(Contents { tensors: index.tensors, values: index.values, paths: index.paths, ..Contents::default() })
     }
 
     fn owns(&self, name: &str) -> bool {
@@ -89,7 +89,7 @@ impl FormatWriter for Raw {
     }
 
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
-        let Contents { tensors, values, paths } = contents.clone();
+        let Contents { tensors, values, paths, .. } = contents.clone();
         let stored: usize = tensors.values().map(|tensor| tensor.chunks.len()).sum();
         let noted: u64 = files.iter().filter_map(|file| file.note.as_u64()).sum();
         assert_eq!(stored as u64, noted, "what every rank noted of its files arrives");

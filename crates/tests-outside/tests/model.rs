@@ -174,7 +174,7 @@ impl ModelSpec for TwoTowerConfig {
     fn build(&self, builder: &Builder) -> Result<TwoTowers> {
         let tower = |name: &str, tokens: Embedding| Tower::new(&builder.child(name), self, tokens);
         let tokens = Embedding::new(&builder.child("queries.tokens"), self.vocabulary, self.width)?;
-        let shared = Embedding { weight: tokens.weight.clone(), hooks: builder.child("documents.tokens").hooks() };
+        let shared = tokens.shared(builder.child("documents.tokens").hooks());
         Ok(TwoTowers {
             queries: tower("queries", tokens)?,
             documents: tower("documents", shared)?,

@@ -19,11 +19,13 @@ pub(super) fn run(from: &Path, to: &Path, options: &ConvertOptions, json: bool) 
     let done = checkpoint::convert(from, to, options, &|bytes| bar.inc(bytes))?;
     bar.finish_and_clear();
     let mut out = std::io::stdout().lock();
-    let Conversion { tensors, files, bytes, left_out } = done;
+    let Conversion { tensors, files, bytes, left_out, unreadable } = done;
     if json {
         let format = options.format;
-        let report =
-            json!({ "format": format, "tensors": tensors, "bytes": bytes, "files": files, "left_out": left_out });
+        let report = json!({
+            "format": format, "tensors": tensors, "bytes": bytes, "files": files, "left_out": left_out,
+            "unreadable": unreadable,
+        });
         writeln!(out, "{report}")?;
         return Ok(());
     }
@@ -31,6 +33,10 @@ pub(super) fn run(from: &Path, to: &Path, options: &ConvertOptions, json: bool) 
     if !left_out.is_empty() {
         writeln!(out, "{} values left out, because {} stores tensors only:", left_out.len(), options.format)?;
         list(&left_out).iter().try_for_each(|line| writeln!(out, "  {line}"))?;
+    }
+    if !unreadable.is_empty() {
+        writeln!(out, "{} entries left out, because they cannot be read (`ckpt inspect` says why):", unreadable.len())?;
+        list(&unreadable).iter().try_for_each(|line| writeln!(out, "  {line}"))?;
     }
     Ok(())
 }

@@ -27,9 +27,13 @@ pub(super) fn run(path: &Path, json: bool) -> Result<()> {
     let (tensors, values) = (catalog.tensors.len(), catalog.values.len());
     let elements: usize = catalog.tensors.values().map(StoredTensor::elem_count).sum();
     let size = size(stored_bytes(&catalog));
+    let unreadable = match catalog.unreadable.len() {
+        0 => String::new(),
+        count => format!("; {count} entries that cannot be read"),
+    };
     writeln!(
         out,
-        "\n{}: {tensors} tensors in {parts} chunks, {elements} elements, {size}; {values} values",
+        "\n{}: {tensors} tensors in {parts} chunks, {elements} elements, {size}; {values} values{unreadable}",
         catalog.format
     )?;
     Ok(())
@@ -40,7 +44,10 @@ fn to_json(catalog: &Catalog) -> Json {
         (key.clone(), json!({ "dtype": t.type_name(), "shape": t.shape, "bytes": t.stored_bytes(), "parts": t.chunks }))
     };
     let tensors: serde_json::Map<String, Json> = catalog.tensors.iter().map(tensor).collect();
-    json!({ "format": catalog.format, "bytes": stored_bytes(catalog), "tensors": tensors, "values": catalog.values })
+    json!({
+        "format": catalog.format, "version": catalog.version, "save_id": catalog.save_id, "bytes": stored_bytes(catalog),
+        "tensors": tensors, "values": catalog.values, "unreadable": catalog.unreadable,
+    })
 }
 
 /// The entries of a catalog by the components of their names.
@@ -49,6 +56,7 @@ struct NameTree<'a> {
     inner: BTreeMap<Component, NameTree<'a>>,
     tensor: Option<&'a StoredTensor>,
     value: Option<&'a Value>,
+    unreadable: Option<&'a String>,
 }
 
 /// A component of a name. Numbers sort by value: 2 before 10.
@@ -66,6 +74,9 @@ impl<'a> NameTree<'a> {
         }
         for (key, value) in &catalog.values {
             tree.at(key).value = Some(value);
+        }
+        for (key, reason) in &catalog.unreadable {
+            tree.at(key).unreadable = Some(reason);
         }
         tree
     }
@@ -88,7 +99,7 @@ impl<'a> NameTree<'a> {
             let described = match (tree.tensor, tree.value) {
                 (Some(tensor), _) => describe(tensor),
                 (None, Some(value)) => format!("= {}", shortened(value)),
-                (None, None) => String::new(),
+                (None, None) => tree.unreadable.map_or_else(String::new, |reason| format!("unreadable: {reason}")),
             };
             lines.push((format!("{}{name}", "  ".repeat(depth)), described));
             tree.lines(depth + 1, lines);

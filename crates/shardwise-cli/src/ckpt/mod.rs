@@ -9,7 +9,7 @@ pub(crate) mod progress;
 use shardwise::Error;
 use shardwise::error::ErrorKind;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -20,13 +20,14 @@ use shardwise::Result;
 use shardwise::checkpoint::{self, ConvertOptions, DiffOptions, ElementType, Format, RankLoad};
 
 use crate::output::{RowPrinter, TableRow};
+use crate::train::checkpoints::{is_run, series};
 use progress::byte_bar;
 
 const EXAMPLES: &str = "Examples:
   shardwise ckpt inspect model/
   shardwise ckpt verify run/checkpoints/step-00000100
   shardwise ckpt diff before/ after/ --atol 1e-6
-  shardwise ckpt convert run/ hf/ --to hf --dtype bf16
+  shardwise ckpt convert model.gguf hf/ --to hf --dtype bf16
   shardwise ckpt convert run/ weights/ --include 'model\\..*'
   shardwise ckpt reshard a/ b/ --mesh dp=2,tp=2 --plan fsdp+tp
   shardwise ckpt dry-load a/ --mesh dp=8 --plan fsdp
@@ -44,7 +45,7 @@ code is 1 if the checkpoints differ.
 
 Examples:
   shardwise ckpt diff before/ after/
-  shardwise ckpt diff run/ hf/ --rtol 1e-2 --json";
+  shardwise ckpt diff run/ other-run/ --rtol 1e-2 --json";
 
 const VERIFY_EXAMPLES: &str = "\
 The exit code is 1 if something is missing or damaged.
@@ -53,8 +54,12 @@ Examples:
   shardwise ckpt verify shardwise-out/checkpoints/step-00000300
   shardwise ckpt verify model/ --json | jq .problems";
 
-const CONVERT_EXAMPLES: &str = "Examples:
-  shardwise ckpt convert run/ hf/ --to hf --dtype bf16
+const CONVERT_EXAMPLES: &str = "\
+The latest checkpoint of a training run is read if the directory of the run is named. A trained model gets a config.json and \
+the names that transformers knows from `shardwise train --resume --export-hf`, not from here.
+
+Examples:
+  shardwise ckpt convert run/ dcp/ --to dcp --dtype bf16
   shardwise ckpt convert run/ weights/ --include 'model\\..*'
   shardwise ckpt convert a/ b/ --rename 'model\\.(.*)=$1'
   shardwise ckpt convert model.pt dcp/ --to dcp
@@ -175,6 +180,9 @@ struct WriteOptions {
     /// its first group. May be repeated; the first rule that matches applies
     #[arg(long = "rename", value_name = "RULE")]
     rules: Vec<String>,
+    /// Fail if the directory to write already has a checkpoint, instead of replacing it
+    #[arg(long)]
+    keep_existing: bool,
     /// Maximum size of a file in MB; a larger tensor gets a file for itself
     #[arg(long, default_value_t = 5000)]
     max_file_mb: usize,
@@ -208,7 +216,8 @@ impl WriteOptions {
         let max_file_bytes = self.max_file_mb.saturating_mul(1_000_000);
         let element = self.dtype;
         let (select, rename) = (Arc::new(select), Arc::new(rename));
-        Ok(ConvertOptions { element, select, rename, max_file_bytes, ..ConvertOptions::to(self.format) })
+        let overwrite = !self.keep_existing;
+        Ok(ConvertOptions { element, select, rename, overwrite, max_file_bytes, ..ConvertOptions::to(self.format) })
     }
 }
 
@@ -231,9 +240,9 @@ fn parse_rule(rule: &str) -> Result<(Regex, String)> {
 /// Runs a subcommand. Returns false if `diff` found differences or `verify` found problems.
 pub(crate) fn run(options: &CkptOptions) -> Result<bool> {
     match &options.command {
-        CkptCommand::Inspect { path, json } => inspect::run(path, *json).map(|()| true),
+        CkptCommand::Inspect { path, json } => inspect::run(&of_run(path)?, *json).map(|()| true),
         CkptCommand::Diff { first, second, rtol, atol, json } => {
-            let (first, second) = (checkpoint::open(first)?, checkpoint::open(second)?);
+            let (first, second) = (checkpoint::open(of_run(first)?)?, checkpoint::open(of_run(second)?)?);
             let bar = byte_bar(first.bytes() as u64);
             let options = DiffOptions { rtol: *rtol, atol: *atol, progress: Some(&|bytes| bar.inc(bytes)) };
             let found = checkpoint::diff(&first, &second, options)?;
@@ -250,18 +259,18 @@ pub(crate) fn run(options: &CkptOptions) -> Result<bool> {
             }
             Ok(found.is_empty())
         }
-        CkptCommand::Verify { path, json } => verify(path, *json),
+        CkptCommand::Verify { path, json } => verify(&of_run(path)?, *json),
         CkptCommand::Convert { from, to, write } => {
-            convert::run(from, to, &write.options()?, write.json).map(|()| true)
+            convert::run(&of_run(from)?, to, &write.options()?, write.json).map(|()| true)
         }
         CkptCommand::Reshard { from, to, layouts, write } => {
             let layouts = layouts.resolve()?;
             let boxes = move |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.primary_boxes().collect());
             let options = ConvertOptions { reshard: Some(Arc::new(boxes)), ..write.options()? };
-            convert::run(from, to, &options, write.json).map(|()| true)
+            convert::run(&of_run(from)?, to, &options, write.json).map(|()| true)
         }
         CkptCommand::DryLoad { path, layouts, json } => {
-            let (catalog, layouts) = (checkpoint::open(path)?, layouts.resolve()?);
+            let (catalog, layouts) = (checkpoint::open(of_run(path)?)?, layouts.resolve()?);
             let place = |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.placements().to_vec());
             let loads = checkpoint::dry_load(&catalog, &layouts.mesh, place)?;
             let mut rows = RowPrinter::new(*json, loads.len() as u64);
@@ -270,6 +279,14 @@ pub(crate) fn run(options: &CkptOptions) -> Result<bool> {
         }
         CkptCommand::MergeLora(options) => merge_lora::run(options).map(|()| true),
     }
+}
+
+/// The latest checkpoint of a training run if `path` is the directory of one, else `path`.
+fn of_run(path: &Path) -> Result<PathBuf> {
+    let latest = if is_run(path) { series(path).latest()? } else { None };
+    let Some(latest) = latest else { return Ok(path.to_path_buf()) };
+    writeln!(std::io::stderr(), "reading {}", latest.display())?;
+    Ok(latest)
 }
 
 #[derive(serde::Serialize)]
@@ -289,7 +306,7 @@ impl TableRow for LoadRow {
     }
 }
 
-fn verify(path: &PathBuf, json: bool) -> Result<bool> {
+fn verify(path: &Path, json: bool) -> Result<bool> {
     let total = checkpoint::open(path).map_or(0, |catalog| catalog.bytes() as u64);
     let bar = byte_bar(total);
     let found = checkpoint::verify(path, &|bytes| bar.inc(bytes));
@@ -311,8 +328,17 @@ fn verify(path: &PathBuf, json: bool) -> Result<bool> {
     }
     found.problems.iter().try_for_each(|problem| writeln!(out, "problem: {problem}"))?;
     found.unknown_files.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
-    let said = if found.is_intact() { "intact" } else { "NOT intact" };
-    writeln!(out, "{said}: {} chunks verified, {} stored without a checksum", found.verified, found.without_checksum)?;
+    let (verified, without) = (found.verified, found.without_checksum);
+    match (found.is_intact(), verified) {
+        (true, 0) if without > 0 => writeln!(
+            out,
+            "readable, but NOT verified: the format has no checksums, so only the sizes of {without} chunks were checked"
+        )?,
+        (intact, _) => {
+            let said = if intact { "intact" } else { "NOT intact" };
+            writeln!(out, "{said}: {verified} chunks verified, {without} stored without a checksum")?;
+        }
+    }
     if found.without_block_checksums > 0 {
         let (count, fix) = (found.without_block_checksums, "`ckpt convert` adds them");
         writeln!(

@@ -23,7 +23,9 @@ use source::GenerationSource;
 
 /// The options of `shardwise generate`.
 #[derive(Args)]
-#[command(after_help = "\
+#[command(
+    allow_negative_numbers = true,
+    after_help = "\
 MODEL is a directory in Hugging Face's form (config.json, safetensors or pytorch_model.bin, tokenizer.json), a GGUF file, or an \
 output directory of `shardwise train`. Without options for sampling, the settings of generation_config.json apply, or greedy \
 decoding; trained models are sampled with a temperature of 0.8 and a top-k of 50. Greedy decoding gives the same tokens on every \
@@ -40,7 +42,8 @@ Examples:
   shardwise generate model --prompt Hello --temperature 0.7 --top-p 0.9
   shardwise generate model --mesh tp=4 --dry
   mpirun -n 2 shardwise generate model --prompt Hello
-  shardwise generate shardwise-out --prompt Alice")]
+  shardwise generate shardwise-out --prompt Alice"
+)]
 pub(crate) struct GenerateOptions {
     /// Model directory, GGUF file, or output directory of `shardwise train`
     #[arg(default_value = "shardwise-out")]

@@ -19,6 +19,11 @@ pub(crate) fn series(out: &Path) -> Series {
     Series::new(out.join(CHECKPOINTS))
 }
 
+/// Whether this is the output directory of a training run.
+pub(crate) fn is_run(directory: &Path) -> bool {
+    directory.join(CHECKPOINTS).is_dir()
+}
+
 /// The metadata of a checkpoint to resume from.
 pub(super) struct ResumePoint {
     path: PathBuf,
@@ -179,22 +184,32 @@ impl<'a> Saver<'a> {
     }
 }
 
-/// Makes sure that the run's checkpoints will be the latest ones in its output directory.
-///
-/// Checkpoints of later steps are deleted with `overwrite`; otherwise they are an error, because `--resume` would find them first.
+/// Makes sure that the run's checkpoints will be the latest ones in its output directory: deletes those of later steps.
 pub(super) fn clear_later_checkpoints(out: &Path, first: u64, overwrite: bool) -> Result<()> {
-    let series = series(out);
     // A directory that is not writable fails now, not when the first checkpoint is due.
     let root = out.join(CHECKPOINTS);
     std::fs::create_dir_all(&root).map_err(|error| cannot_write("checkpoint directory", &root, &error))?;
-    let later: Vec<u64> = series.steps()?.into_iter().filter(|&step| step > first).collect();
-    let Some(last) = later.last() else { return Ok(()) };
-    if !overwrite {
-        let found = format!("{} has checkpoints up to step {last}, this run starts after step {first}", out.display());
-        let fix = "continue from them with --resume, choose another --out, or delete them with --overwrite";
-        return Err(ErrorKind::Argument.error("output directory", found, "no checkpoints of later steps", fix));
+    let series = series(out);
+    later_checkpoints(out, first, overwrite)?.iter().try_for_each(|&step| series.remove(step))
+}
+
+/// The steps of checkpoints later than the `first` of a run, in its output directory.
+///
+/// Without `overwrite` they are an error, because `--resume` would find them first.
+pub(super) fn later_checkpoints(out: &Path, first: u64, overwrite: bool) -> Result<Vec<u64>> {
+    if !is_run(out) {
+        return Ok(Vec::new());
     }
-    later.iter().try_for_each(|&step| series.remove(step))
+    let later: Vec<u64> = series(out).steps()?.into_iter().filter(|&step| step > first).collect();
+    match later.last() {
+        Some(last) if !overwrite => {
+            let found =
+                format!("{} has checkpoints up to step {last}, this run starts after step {first}", out.display());
+            let fix = "continue from them with --resume, choose another --out, or delete them with --overwrite";
+            Err(ErrorKind::Argument.error("output directory", found, "no checkpoints of later steps", fix))
+        }
+        _ => Ok(later),
+    }
 }
 
 /// The error for a path that a run cannot write to, with its cause, such as a full disk or a missing permission.

@@ -33,6 +33,8 @@ pub(crate) struct TokenizedText {
     training: TextTokens,
     held_out: TextTokens,
     packing: Packing,
+    /// Whether samples say where documents begin, for models that keep packed documents apart.
+    pub(crate) has_positions: bool,
 }
 
 /// A part of the tokens.
@@ -81,7 +83,7 @@ impl TokenizedText {
             // One at least, so that there is something to evaluate on.
             let held_out = documents.split_off(documents.len() - documents.len().div_ceil(10));
             let [training, held_out] = [documents, held_out].map(TextTokens::Documents);
-            return Ok(TokenizedText { tokenizer, files, training, held_out, packing });
+            return Ok(TokenizedText { tokenizer, files, training, held_out, packing, has_positions: false });
         }
         let all = match data {
             None => tokenizer.encode_without_special(BOOK)?,
@@ -98,7 +100,7 @@ impl TokenizedText {
         };
         let (training, held_out) = all.split_at(all.len() - all.len() / 10);
         let [training, held_out] = [training, held_out].map(|tokens| TextTokens::Text(tokens.into()));
-        Ok(TokenizedText { tokenizer, files, training, held_out, packing })
+        Ok(TokenizedText { tokenizer, files, training, held_out, packing, has_positions: false })
     }
 
     /// The size of the vocabulary.
@@ -178,7 +180,8 @@ impl TokenizedText {
             TextTokens::Documents(documents) => {
                 let special = self.tokenizer.special();
                 let pad = special.pad.or(special.eos.first().copied()).unwrap_or(0);
-                TextSequences::Documents(PackedSequences::new(documents, shape.length, pad, self.packing)?)
+                let packed = PackedSequences::new(documents, shape.length, pad, self.packing)?;
+                TextSequences::Documents(if self.has_positions { packed.with_positions() } else { packed })
             }
         };
         let batches = Batches::new(sequences, mesh)?.shuffle(seed).batch(shape.sequences);

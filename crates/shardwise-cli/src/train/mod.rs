@@ -6,32 +6,38 @@ mod data;
 mod history;
 pub(crate) mod lora;
 mod progress;
+mod step_log;
+mod tensorboard;
+mod view;
 mod run;
 pub(crate) mod model_dir;
-mod settings;
+pub(crate) mod settings;
 pub(crate) mod trainer;
 
 use shardwise::error::ErrorKind;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 
 use clap::Args;
-use shardwise::comm::CommReport;
+use shardwise::comm::{CommReport, DUMP_DIR_VARIABLE};
 use shardwise::mesh::Network;
 use shardwise::prelude::*;
+use shardwise_mpi::Settings;
 
 use checkpoints::ResumePoint;
-use run::{PreparedRun, RunOutcome, RunSummary, STOP, WORLD, train_on_rank};
+use run::{HAS_BEGUN, PreparedRun, RunOutcome, RunOutputs, RunSummary, STOP, WORLD, train_on_rank};
 use settings::TrainSettings;
 
 use crate::model_target::check_model_target;
 use crate::processes;
+use crate::report::DUMP_DIR;
 
 /// The options of `shardwise train`.
 #[derive(Args)]
 #[command(
     args_override_self = true,
+    allow_negative_numbers = true,
     after_help = "\
 Without options, trains a small GPT on a built-in book on 4 thread ranks. The same seed gives the same losses on every mesh and \
 with every plan, up to rounding. A checkpoint is saved at the end, and on Ctrl-C after the current step. --resume continues from \
@@ -74,30 +80,63 @@ pub(crate) struct TrainOptions {
     /// --lora are added to the weights
     #[arg(long, value_name = "DIR")]
     export_hf: Option<PathBuf>,
-    /// Print the collectives of the last step
+    /// Print the collectives of the last step; with a file, profile the third step and write a page about it instead, see
+    /// `shardwise report`
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    report: Option<Option<PathBuf>>,
+    /// Print lines on a terminal, too, instead of the live view
     #[arg(long)]
-    report: bool,
+    plain: bool,
+    /// Draw the loss curve with a logarithmic axis
+    #[arg(long)]
+    log_curve: bool,
+    /// Write losses, learning rate, speed, waiting, and step time and memory of every rank as events for TensorBoard
+    #[arg(long, value_name = "DIR")]
+    tensorboard: Option<PathBuf>,
     /// Print the summary as a JSON object
     #[arg(long)]
     json: bool,
 }
 
 pub(crate) fn run(options: TrainOptions) -> Result<()> {
-    let (with_report, json) = (options.report, options.json);
+    let (with_report, json) = (matches!(options.report, Some(None)), options.json);
     let network = processes::network()?;
     let prepared = processes::all_ok(prepare(options, network))?;
-    // The first Ctrl-C stops after the step; the second one ends all processes at once.
+    // The first Ctrl-C, or SIGTERM of a scheduler, stops after the step; the second one ends all processes at once.
     let handler = || {
         if STOP.swap(true, Relaxed) {
+            view::restore();
             WORLD.get().inspect(|world| world.abort("it was interrupted a second time"));
             std::process::exit(130);
         }
     };
-    ctrlc::set_handler(handler).map_err(Error::other)?;
-    let RunOutcome { summary, report } =
-        shardwise_mpi::launch(prepared.job.mesh.size(), move |world| train_on_rank(&world, &prepared))?;
+    on_interrupt(handler)?;
+    let mut settings = Settings::from_env()?;
+    let dumps = std::env::var_os(DUMP_DIR_VARIABLE).map_or_else(|| prepared.job.out.join(DUMP_DIR), PathBuf::from);
+    settings = settings.dump_dir(&dumps);
+    let RunOutcome { summary, report } = settings
+        .launch(prepared.job.mesh.size(), move |world| train_on_rank(&world, &prepared))
+        .inspect_err(|_| match HAS_BEGUN.load(Relaxed) {
+            true => tell_dumps(&dumps),
+            // A mistake in the options is no failure to look into.
+            false => drop(std::fs::remove_dir_all(&dumps)),
+        })?;
     if processes::is_first() {
         print_summary(&summary, with_report.then_some(&report), json)?;
+    }
+    Ok(())
+}
+
+/// Calls `handler` for SIGINT and SIGTERM. SIGHUP keeps its meaning, which `nohup` may have changed.
+fn on_interrupt(handler: impl FnMut() + Send + 'static) -> Result<()> {
+    #[cfg(unix)]
+    // SAFETY: no handler of this process is replaced, and what was set before is set again below.
+    let on_hangup = unsafe { libc::signal(libc::SIGHUP, libc::SIG_DFL) };
+    ctrlc::set_handler(handler).map_err(Error::other)?;
+    #[cfg(unix)]
+    // SAFETY: the disposition that the process had before.
+    unsafe {
+        libc::signal(libc::SIGHUP, on_hangup);
     }
     Ok(())
 }
@@ -116,6 +155,7 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let job = settings.decide(&tokens, network, resumed.as_ref().map(|resumed| &resumed.config))?;
     resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
     model_dir::check_out(&job.out)?;
+    options.report.iter().flatten().try_for_each(|page| check_page(page))?;
     // A run that goes on exports again to where it did before.
     let (init, overwrite) = (job.init.as_deref(), options.overwrite || resumed.is_some());
     options.export_hf.iter().try_for_each(|to| check_model_target(to, init, overwrite))?;
@@ -131,8 +171,30 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
         Some(prompt) => tokens.tokenizer.encode_without_special(prompt)?,
         None => tokens.beginning(16.min(job.config.seq_len())),
     };
-    let TrainOptions { overwrite, export_hf, .. } = options;
-    Ok(PreparedRun { job, tokens, prompt, resumed, overwrite, export_hf })
+    let TrainOptions { overwrite, export_hf, report, plain, log_curve, tensorboard, .. } = options;
+    let outputs = RunOutputs { page: report.flatten(), plain, log_curve, tensorboard };
+    let prepared = PreparedRun { job, tokens, prompt, resumed, overwrite, export_hf, outputs };
+    checkpoints::later_checkpoints(&prepared.job.out, prepared.first_step(), overwrite)?;
+    Ok(prepared)
+}
+
+/// Checks that the page of `--report` can be created, before a step is trained for it.
+fn check_page(page: &Path) -> Result<()> {
+    let directory = page.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if directory.is_dir() && !page.is_dir() {
+        return Ok(());
+    }
+    let needed = "a file in a directory that exists";
+    Err(ErrorKind::path(page).error("--report", page.display(), needed, "create the directory or name another file"))
+}
+
+/// Says where the dumps of a run that has just failed are.
+fn tell_dumps(directory: &Path) {
+    // A rank that was abandoned may not have ended its view.
+    view::restore();
+    if processes::is_first() && directory.is_dir() {
+        eprintln!("what each rank was doing is in {0}; `shardwise report {0}` shows it", directory.display());
+    }
 }
 
 fn print_summary(summary: &RunSummary, report: Option<&CommReport>, json: bool) -> Result<()> {
@@ -170,6 +232,9 @@ fn print_summary(summary: &RunSummary, report: Option<&CommReport>, json: bool) 
         writeln!(out, "adapter        {}", adapter.display())?;
     }
     writeln!(out, "loss curve     {}", summary.curve.display())?;
+    for (name, path) in [("report", &summary.page), ("tensorboard", &summary.tensorboard)] {
+        path.iter().try_for_each(|path| writeln!(out, "{name:<15}{}", path.display()))?;
+    }
     writeln!(out, "sample         {:?}", summary.sample)?;
     Ok(())
 }

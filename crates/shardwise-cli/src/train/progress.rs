@@ -1,73 +1,104 @@
-//! Progress bar, log and loss history of a run.
+//! Live view or lines, log, events and loss history of a run.
 
 use std::cell::RefCell;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use shardwise::Result;
 
 use super::checkpoints::cannot_write;
-use super::curve;
+use super::curve::Curves;
 use super::history::LossHistory;
 use super::model_dir::write;
+use super::step_log::StepLog;
+use super::tensorboard::EventFile;
+use super::view::LiveView;
 
-/// A step in the log.
-#[derive(Serialize)]
-pub(super) struct StepLog {
-    /// Counted from 1.
-    pub(super) step: u64,
-    pub(super) loss: f64,
-    /// Gradient norm before clipping; none without clipping.
-    pub(super) grad_norm: Option<f64>,
-    pub(super) lr: f64,
-    pub(super) ms: f64,
-    pub(super) tokens_per_s: f64,
-    /// Fraction of the time in collectives.
-    pub(super) communication: f64,
-}
-
-/// The progress bar on standard error, the log and the loss history. Exists on rank 0 only.
+/// The view on standard error, the log, the events and the loss history. Exists on rank 0 only.
 pub(super) struct Progress {
-    bar: ProgressBar,
+    steps: u64,
+    /// None if standard error is no terminal, or lines were asked for.
+    view: RefCell<Option<LiveView>>,
     log: RefCell<Option<(PathBuf, BufWriter<File>)>>,
+    events: RefCell<Option<EventFile>>,
     history: RefCell<LossHistory>,
+    /// Times of the steps since the start or the resume, of all ranks.
+    times: RefCell<Vec<(u64, Vec<f64>)>>,
 }
+
+/// How many lines a run prints where it shows no view.
+const LINES: u64 = 10;
 
 impl Progress {
-    pub(super) fn new(steps: u64, log: Option<(PathBuf, BufWriter<File>)>, history: LossHistory) -> Self {
-        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
-        let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg} eta {eta}").expect("a valid template");
-        bar.set_style(style);
-        Progress { bar, log: RefCell::new(log), history: RefCell::new(history) }
+    pub(super) fn new(
+        steps: u64,
+        view: Option<LiveView>,
+        log: Option<(PathBuf, BufWriter<File>)>,
+        events: Option<EventFile>,
+        history: LossHistory,
+    ) -> Self {
+        let (view, log, events, history) =
+            (RefCell::new(view), RefCell::new(log), RefCell::new(events), RefCell::new(history));
+        Progress { steps, view, log, events, history, times: RefCell::default() }
     }
 
     /// Prints a line on standard error.
     pub(super) fn print_line(&self, line: &str) {
-        // Training continues if standard error is closed.
-        self.bar.suspend(|| drop(writeln!(std::io::stderr(), "{line}")));
+        match &mut *self.view.borrow_mut() {
+            Some(view) => view.print_line(line),
+            // Training continues if standard error is closed.
+            None => drop(writeln!(std::io::stderr(), "{line}")),
+        }
     }
 
     pub(super) fn step(&self, step: &StepLog) -> Result<()> {
-        let share = step.communication * 100.0;
-        self.bar.set_message(format!("loss {:.3} {:.0} tokens/s comm {share:.0}%", step.loss, step.tokens_per_s));
-        self.bar.set_position(step.step);
+        match &mut *self.view.borrow_mut() {
+            Some(view) => view.step(step),
+            None if step.step.is_multiple_of((self.steps / LINES).max(1)) => {
+                let StepLog { step, loss, tokens_per_s, waiting, .. } = step;
+                let share = waiting * 100.0;
+                let line = format!("step {step}: loss {loss:.3}, {tokens_per_s:.0} tokens/s, waiting {share:.0} %");
+                drop(writeln!(std::io::stderr(), "{line}"));
+            }
+            None => {}
+        }
+        self.times.borrow_mut().push((step.step, step.ranks.iter().map(|rank| rank.ms).collect()));
         self.history.borrow_mut().trained(step.step, step.loss)?;
+        let mut scalars = vec![
+            ("loss/train".to_string(), step.loss),
+            ("lr".to_string(), step.lr),
+            ("tokens_per_s".to_string(), step.tokens_per_s),
+            ("communication".to_string(), step.communication),
+            ("waiting".to_string(), step.waiting),
+        ];
+        scalars.extend(step.grad_norm.map(|norm| ("grad_norm".to_string(), norm)));
+        for (rank, log) in step.ranks.iter().enumerate() {
+            scalars.push((format!("step_ms/rank_{rank}"), log.ms));
+            scalars.push((format!("memory_bytes/rank_{rank}"), log.memory_bytes as f64));
+        }
+        self.events(step.step, &scalars)?;
         self.log(step)
     }
 
     pub(super) fn evaluation(&self, step: u64, loss: f64) -> Result<()> {
+        self.view.borrow_mut().iter_mut().for_each(|view| view.held_out(loss));
         self.print_line(&format!("step {step}: held-out loss {loss:.3}"));
         self.history.borrow_mut().held_out(step, loss)?;
+        self.events(step, &[("loss/held_out".to_string(), loss)])?;
         self.log(&serde_json::json!({ "step": step, "held_out_loss": loss }))
     }
 
+    fn events(&self, step: u64, scalars: &[(String, f64)]) -> Result<()> {
+        self.events.borrow_mut().as_mut().map_or(Ok(()), |events| events.scalars(step, scalars))
+    }
+
     /// Draws the losses, including those before a resume.
-    pub(super) fn curve(&self, path: &Path, title: &str, unigram_entropy: f64) -> Result<()> {
-        let losses = &self.history.borrow().losses;
-        write(path, curve::svg(title, &losses.trained, &losses.held_out, unigram_entropy))
+    pub(super) fn curve(&self, path: &Path, title: &str, unigram: f64, log: bool) -> Result<()> {
+        let (losses, times) = (&self.history.borrow().losses, &self.times.borrow());
+        let curves = Curves { losses: &losses.trained, held_out: &losses.held_out, unigram, times };
+        write(path, curves.svg(title, log))
     }
 
     fn log(&self, entry: &impl Serialize) -> Result<()> {
@@ -76,11 +107,5 @@ impl Progress {
             writeln!(log, "{text}").and_then(|()| log.flush()).map_err(|error| cannot_write("log", path, &error))?;
         }
         Ok(())
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        self.bar.finish_and_clear();
     }
 }

@@ -10,20 +10,25 @@ use std::time::Instant;
 
 use candle_core::{Device, Tensor};
 use serde::Serialize;
-use shardwise::comm::CommReport;
+use shardwise::comm::{CommReport, Profile};
 use shardwise::data::Batches;
 use shardwise::generate::{Generation, Sampling, UncachedPredictor};
-use shardwise::models::{export_hf, save_adapter};
+use shardwise::models::{LanguageModel, export_hf, save_adapter};
 use shardwise::prelude::*;
+use shardwise::report::{RunReport, page};
 use shardwise::train::TrainingStep;
 
 use super::checkpoints::{self, ResumePoint, Saver, cannot_write};
 use super::data::{BatchShape, TextSequences, TokenizedText};
 use super::history::LossHistory;
 use super::model_dir;
-use super::progress::{Progress, StepLog};
+use super::progress::Progress;
 use super::settings::TrainJob;
+use super::step_log::{RankLog, StepLog};
+use super::tensorboard::EventFile;
 use super::trainer::{TrainerConfig, TrainingRun};
+use super::view::LiveView;
+use crate::report::REPORT_FILE;
 
 /// The summary of a run, as `--json` prints it.
 #[derive(Serialize, Clone)]
@@ -50,6 +55,12 @@ pub(super) struct RunSummary {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) adapter: Option<PathBuf>,
     pub(super) curve: PathBuf,
+    /// The page of `--report FILE`, if a step was profiled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) page: Option<PathBuf>,
+    /// The directory of `--tensorboard`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tensorboard: Option<PathBuf>,
 }
 
 /// The checked inputs of a run.
@@ -61,6 +72,19 @@ pub(super) struct PreparedRun {
     pub(super) resumed: Option<ResumePoint>,
     pub(super) overwrite: bool,
     pub(super) export_hf: Option<PathBuf>,
+    pub(super) outputs: RunOutputs,
+}
+
+/// What a run shows and writes beside its checkpoints.
+pub(super) struct RunOutputs {
+    /// The page of `--report`.
+    pub(super) page: Option<PathBuf>,
+    /// Lines in place of the view.
+    pub(super) plain: bool,
+    /// Whether the axis of the loss curve is logarithmic.
+    pub(super) log_curve: bool,
+    /// Directory of events.
+    pub(super) tensorboard: Option<PathBuf>,
 }
 
 /// The results of rank 0.
@@ -72,6 +96,9 @@ pub(super) struct RunOutcome {
 /// Batches per evaluation: enough to compare steps, few enough not to slow down a small run.
 const EVAL_BATCHES: usize = 4;
 
+/// Whether the model is built and the outputs are open: what fails before is a mistake in the options.
+pub(super) static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+
 /// Set by Ctrl-C.
 pub(super) static STOP: AtomicBool = AtomicBool::new(false);
 
@@ -80,7 +107,7 @@ pub(super) static WORLD: OnceLock<World> = OnceLock::new();
 
 impl PreparedRun {
     /// The number of steps that are already done.
-    fn first_step(&self) -> u64 {
+    pub(super) fn first_step(&self) -> u64 {
         self.resumed.as_ref().map_or(0, |resumed| resumed.step)
     }
 
@@ -100,7 +127,10 @@ impl PreparedRun {
         model_dir::write_info(&job.out, job, &self.tokens.files)?;
         let from = self.resumed.as_ref().and_then(ResumePoint::out);
         let history = LossHistory::begin(&job.out, from, self.first_step())?;
-        Ok(Progress::new(job.steps, log, history))
+        let events = self.outputs.tensorboard.as_deref().map(EventFile::create).transpose()?;
+        let title = format!("{} on {}", job.config.name(), job.mesh);
+        let view = if self.outputs.plain { None } else { LiveView::new(&title, job.steps) };
+        Ok(Progress::new(job.steps, view, log, events, history))
     }
 }
 
@@ -108,8 +138,10 @@ impl PreparedRun {
 pub(super) fn train_on_rank(world: &World, prepared: &PreparedRun) -> Result<RunOutcome> {
     WORLD.get_or_init(|| world.clone());
     let mut run = RankRun::new(world, prepared)?;
+    HAS_BEGUN.store(true, Relaxed);
     run.announce();
-    while run.training.step < prepared.job.steps && !any_rank_stops(world)? {
+    run.stops = any_rank_stops(world)?;
+    while run.training.step < prepared.job.steps && !run.stops {
         run.step()?;
     }
     run.finish()
@@ -133,6 +165,8 @@ struct RankRun<'a> {
     seconds: f64,
     /// Seconds in collectives.
     communicating: f64,
+    /// Whether a rank has received Ctrl-C.
+    stops: bool,
 }
 
 impl<'a> RankRun<'a> {
@@ -175,6 +209,7 @@ impl<'a> RankRun<'a> {
             report: None,
             seconds: 0.0,
             communicating: 0.0,
+            stops: false,
         })
     }
 
@@ -229,10 +264,20 @@ impl<'a> RankRun<'a> {
         let batches = (0..job.accumulate).map(|_| self.training.batches.next_batch()).collect::<Result<Vec<_>>>()?;
         self.world.trace().clear();
         let start = Instant::now();
-        let stepped = self.training.trainer.step_on_all(&batches)?;
+        let (stepped, profile) = match self.is_profiled() {
+            true => {
+                let trainer = &mut self.training.trainer;
+                let (stepped, profile) = self.world.profile(|| trainer.step_on_all(&batches))?;
+                (stepped, Some(profile))
+            }
+            false => (self.training.trainer.step_on_all(&batches)?, None),
+        };
         let seconds = start.elapsed().as_secs_f64();
         self.training.step += 1;
         self.record(stepped, seconds)?;
+        if let Some(profile) = profile {
+            self.write_page(&profile)?;
+        }
         let step = self.training.step;
         let is_due = |every: u64| every > 0 && step.is_multiple_of(every);
         if is_due(job.eval_every) && step < job.steps {
@@ -249,11 +294,35 @@ impl<'a> RankRun<'a> {
         Ok(())
     }
 
+    /// Whether the next step is the one that `--report` shows: the third one, because the first ones allocate state and fill caches.
+    fn is_profiled(&self) -> bool {
+        let left = self.job().steps - self.training.step;
+        self.prepared.outputs.page.is_some() && (self.losses.len() == 2 || self.losses.len() < 2 && left == 1)
+    }
+
+    /// Writes the page of a profiled step. Collective.
+    fn write_page(&self, profile: &Profile) -> Result<()> {
+        let (job, mesh) = (self.job(), &self.training.mesh);
+        let title = format!("{} on {}, step {}", job.config.name(), job.mesh, self.training.step);
+        let model: &dyn LanguageModel = &*self.training.trainer.model;
+        let report = RunReport::new(&title, mesh, model, profile)?.gather(self.world)?;
+        self.world
+            .on_first_rank(|| {
+                let (Some(report), Some(path)) = (&report, &self.prepared.outputs.page) else { return Ok(()) };
+                let stored = serde_json::to_string(report).map_err(Error::other)?;
+                model_dir::write(&job.out.join(REPORT_FILE), stored)?;
+                model_dir::write(path, page(std::slice::from_ref(report), &[]))
+            })
+            .map(drop)
+    }
+
     /// Records and logs the result of a step.
     fn record(&mut self, TrainingStep { loss, grad_norm }: TrainingStep, seconds: f64) -> Result<()> {
         let (job, step) = (self.job(), self.training.step);
         let report = self.world.trace().report();
         let communication: f64 = report.0.iter().map(|(_, _, total)| total.duration.as_secs_f64()).sum();
+        let waiting: f64 = report.0.iter().map(|(_, _, total)| total.waiting.as_secs_f64()).sum();
+        let ranks = self.exchange_numbers(seconds, waiting)?;
         self.seconds += seconds;
         self.communicating += communication;
         self.losses.push(loss);
@@ -272,8 +341,27 @@ impl<'a> RankRun<'a> {
                 ms: seconds * 1e3,
                 tokens_per_s: job.tokens_per_step() as f64 / seconds,
                 communication: communication / seconds,
+                waiting: ranks.iter().map(|rank| rank.waiting).sum::<f64>() / ranks.len() as f64,
+                ranks: ranks.clone(),
             })
         })
+    }
+
+    /// The numbers of all ranks about a step, and whether one of them has received Ctrl-C. Collective: one small all-gather.
+    fn exchange_numbers(&mut self, seconds: f64, waiting: f64) -> Result<Vec<RankLog>> {
+        let memory = self.world.memory();
+        let stops = f64::from(u8::from(STOP.load(Relaxed)));
+        let mine = [stops, seconds * 1e3, waiting / seconds, memory.current() as f64, memory.peak() as f64];
+        let mine = Tensor::new(&[mine], &Device::Cpu)?;
+        let all: Vec<Vec<f64>> = self.world.all_gather(&mine, 0, &vec![1; self.world.size()])?.to_vec2()?;
+        self.stops = all.iter().any(|rank| rank[0] > 0.0);
+        let log = |rank: &Vec<f64>| RankLog {
+            ms: rank[1],
+            waiting: rank[2],
+            memory_bytes: rank[3] as usize,
+            peak_bytes: rank[4] as usize,
+        };
+        Ok(all.iter().map(log).collect())
     }
 
     /// The mean loss on held-out batches, always the same ones.
@@ -318,13 +406,14 @@ impl<'a> RankRun<'a> {
         self.write(&|progress| {
             progress.evaluation(summary.steps, held_out_loss)?;
             let title = format!("{} on {}, loss in nats per token", job.config.name(), job.mesh);
-            progress.curve(&summary.curve, &title, summary.unigram_entropy)
+            progress.curve(&summary.curve, &title, summary.unigram_entropy, self.prepared.outputs.log_curve)
         })?;
         Ok(RunOutcome { summary, report: self.report.unwrap_or(CommReport(Vec::new())) })
     }
 
     fn summary(&self, held_out_loss: f64, sample: String) -> RunSummary {
         let (job, steps, losses) = (self.job(), self.training.step, &self.losses);
+        let outputs = &self.prepared.outputs;
         let tail = (losses.len() / 10).clamp(1, 20);
         let seconds = f64::max(self.seconds, 1e-9);
         RunSummary {
@@ -342,6 +431,8 @@ impl<'a> RankRun<'a> {
             checkpoint: checkpoints::series(&job.out).path(steps),
             adapter: job.lora.as_ref().map(|_| job.adapter()),
             curve: job.out.join("loss.svg"),
+            page: outputs.page.clone().filter(|_| !losses.is_empty()),
+            tensorboard: outputs.tensorboard.clone(),
         }
     }
 }

@@ -53,8 +53,8 @@ settings! {
     /// Start from the weights of a model, with its sizes and its tokenizer: a directory in Hugging Face's form, or a GGUF file
     #[arg(value_name = "MODEL")]
     init: PathBuf,
-    /// Train low-rank adapters and freeze the weights of --init: rank=8,alpha=16,dropout=0,targets=q_proj+v_proj, each
-    /// optional; targets are names of layers, or all-linear. They are saved for PEFT in the directory adapter of --out
+    /// Train low-rank adapters and freeze the weights of --init: rank=8,alpha=16,dropout=0,targets=all-linear are the
+    /// defaults; targets may be names of layers, as in q_proj+v_proj. Saved for PEFT in the directory adapter of --out
     #[arg(value_name = "SETTINGS", num_args = 0..=1, default_missing_value = "")]
     lora: LoraSettings,
     /// Preset of the model's sizes, which the options below override [default: small]
@@ -305,7 +305,11 @@ impl TrainSettings {
             (None, Some(path)) => tokenizer_file(path)?,
             (None, None) => TextFiles::default(),
         };
-        TokenizedText::read(self.data.as_deref(), files, self.packing.unwrap_or(true))
+        let packed = self.packing.unwrap_or(true);
+        let mut text = TokenizedText::read(self.data.as_deref(), files, packed)?;
+        // The small models of the command have no borders between documents.
+        text.has_positions = packed && self.init.is_some();
+        Ok(text)
     }
 
     /// Fills in the defaults and checks that the settings are consistent.
@@ -473,7 +477,7 @@ impl TrainSettings {
         Ok(config)
     }
 
-    fn model_config(&self, vocab_size: usize) -> ModelConfig {
+    pub(crate) fn model_config(&self, vocab_size: usize) -> ModelConfig {
         let (layers, width, heads, length) = match self.size.unwrap_or(ModelSize::Small) {
             ModelSize::Tiny => (2, 64, 4, 64),
             ModelSize::Small => (3, 96, 4, 64),

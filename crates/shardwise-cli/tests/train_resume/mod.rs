@@ -76,16 +76,24 @@ fn checkpoints_of_other_models_and_loss_of_later_checkpoints_are_refused() {
     fails(&["train", "--out", &out, "--keep", "0"], &["keep"]);
     fails(&["train", "--out", &place.at("new"), "--export-hf", &out], &["earlier export"]);
     assert!(!Path::new(&place.at("new")).join("checkpoints").exists());
+    assert!(!Path::new(&out).join("dump").exists(), "a mistake in the options is no failed run");
 
     // the last one counts, and there may be more steps than were planned
     let (summary, losses) = run(&place, "out", &["--resume", "--steps", "9", "--lr", "0.001"]);
     assert_eq!((summary["steps"].as_u64(), losses.len()), (Some(9), 9));
     assert_eq!(steps_in(&out), ["step-00000008", "step-00000009"]);
     // resuming a finished run changes nothing
-    let before = std::fs::read(format!("{out}/checkpoints/step-00000009/manifest.json")).unwrap();
+    let content = || {
+        let manifest = std::fs::read(format!("{out}/checkpoints/step-00000009/manifest.json")).unwrap();
+        let mut content = serde_json::from_slice::<serde_json::Value>(&manifest).unwrap()["content"].take();
+        // every save has its own
+        assert!(content.as_object_mut().unwrap().remove("save_id").is_some());
+        content
+    };
+    let before = content();
     let (summary, _) = run(&place, "out", &["--resume"]);
     assert!(summary["loss"].is_null() && summary["held_out_loss"].is_f64(), "{summary}");
-    assert_eq!(std::fs::read(format!("{out}/checkpoints/step-00000009/manifest.json")).unwrap(), before);
+    assert_eq!(content(), before);
     let (_, losses) = run(&place, "out", &[&options[..], &["--overwrite", "--steps", "3"]].concat());
     assert_eq!((losses.len(), steps_in(&out)), (3, vec!["step-00000002".to_string(), "step-00000003".to_string()]));
     // a damaged checkpoint is not resumed from

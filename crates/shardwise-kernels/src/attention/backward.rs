@@ -296,7 +296,9 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> BackwardItems<'_, F, MR
         let mut start = self.keys.start.max(seen.start) / KEYS * KEYS;
         while start < end {
             let keys = start.max(seen.start).max(self.keys.start)..(start + KEYS).min(end);
-            self.visit::<FMA>(head, &tiles, rows.len(), keys, sums);
+            if tiles.iter().any(|lanes| lanes.sees_any(problem, &keys)) {
+                self.visit::<FMA>(head, &tiles, rows.len(), keys, sums);
+            }
             start += KEYS;
         }
         if self.passes.queries {

@@ -65,6 +65,15 @@ fn attend(
     let locked = [Locked::new(q)?, Locked::new(k)?, Locked::new(v)?];
     let mask = args.mask.map(Locked::new).transpose()?;
     let problem = Problem::new([&locked[0], &locked[1], &locked[2]], mask.as_ref(), args)?;
+    // The queries that share keys are the lanes of a vector. While a model generates text there are as many as query heads share a
+    // key head: lanes beyond those would compute nothing.
+    let rows = problem.groups * problem.queries;
+    if q.dtype() != DType::F64 && rows <= 8 {
+        return match rows {
+            0..=4 => forward::<f32, 8, 4>(&problem, q.dims(), dtype, statistics),
+            _ => forward::<f32, 8, 8>(&problem, q.dims(), dtype, statistics),
+        };
+    }
     // Eight rows of two vectors each fill half of the registers of AVX-512; AVX2 has half as many, half as long.
     match (q.dtype() == DType::F64, simd::has_wide_registers()) {
         (true, true) => forward::<f64, 8, 16>(&problem, q.dims(), dtype, statistics),
@@ -188,14 +197,16 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> ForwardItems<'_, F, MR,
         let mut start = seen.start;
         while start < seen.end {
             let keys = start..(start + KEYS).min(seen.end);
-            let (k, v) = self.keys_and_values(head, keys.clone());
-            for (tile, lanes) in tiles.iter().enumerate() {
-                let part = keys.start.max(lanes.seen.start)..keys.end.min(lanes.seen.end);
-                if !part.is_empty() {
-                    self.visit::<FMA>(tile, lanes, part, keys.start, k, v);
-                }
-            }
             start = keys.end;
+            let part = |lanes: &QueryLanes<L>| keys.start.max(lanes.seen.start)..keys.end.min(lanes.seen.end);
+            let is_visited = |lanes: &QueryLanes<L>| lanes.sees_any(problem, &part(lanes));
+            if !tiles.iter().any(is_visited) {
+                continue;
+            }
+            let (k, v) = self.keys_and_values(head, keys.clone());
+            for (tile, lanes) in tiles.iter().enumerate().filter(|(_, lanes)| is_visited(lanes)) {
+                self.visit::<FMA>(tile, lanes, part(lanes), keys.start, k, v);
+            }
         }
         tiles.iter().enumerate().for_each(|(tile, lanes)| self.finish(tile, lanes));
     }

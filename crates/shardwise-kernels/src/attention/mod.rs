@@ -2,6 +2,7 @@
 //!
 //! | file | content |
 //! |---|---|
+//! | `block_mask` | masks by blocks of queries and keys |
 //! | `float` | the types in which attention computes |
 //! | `tile` | products of small blocks in registers |
 //! | `problem` | options, operands and which keys a query sees |
@@ -15,6 +16,7 @@
 //! the products read keys and values in the order in which they are in memory, without packing them.
 
 mod backward;
+mod block_mask;
 mod float;
 mod forward;
 mod merge;
@@ -26,7 +28,8 @@ mod tests;
 mod tile;
 
 pub use backward::{AttentionGradients, attention_backward};
+pub use block_mask::BlockMask;
 pub use forward::{attention_forward, attention_part};
 pub use merge::{merge_attention_parts, row_dots};
-pub use problem::{AttentionArgs, AttentionDropout};
+pub use problem::{AttentionArgs, AttentionBlocks, AttentionDropout};
 pub use rotary::{RotaryTable, rotate_pairs};

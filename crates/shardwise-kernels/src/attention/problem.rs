@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Storage, Tensor};
 
+use super::block_mask::{BlockMask, MaskRow, Seen};
 use super::float::AttentionFloat;
 use crate::convert::{Block, Compute};
 use crate::error::{ErrorKind, Result};
@@ -32,8 +33,29 @@ pub struct AttentionArgs<'a> {
     /// Added to the scores (floating point), or zero where a key is masked (u8). Broadcasts to the scores
     /// `[batch.., key heads, groups, queries, keys]`.
     pub mask: Option<&'a Tensor>,
+    /// A mask by blocks of the whole sequence, in addition to the other masks.
+    pub blocks: Option<AttentionBlocks<'a>>,
     /// Dropout of the probabilities.
     pub dropout: Option<AttentionDropout<'a>>,
+}
+
+/// A mask by blocks, and the heads of the local queries in it.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionBlocks<'a> {
+    /// The mask of the scores of all batches, heads, queries and keys.
+    pub mask: &'a BlockMask,
+    /// Per local query head, flattened with the batch dimensions, its index among all query heads of all batches.
+    pub heads: &'a [u64],
+    /// Number of query heads of a batch.
+    pub heads_per_batch: usize,
+}
+
+impl AttentionBlocks<'_> {
+    /// The batch and the head of the mask for a local query head.
+    fn place(&self, head: usize) -> (usize, usize) {
+        let (head, count) = (self.heads[head] as usize, self.heads_per_batch.max(1));
+        self.mask.place(head / count, head % count)
+    }
 }
 
 /// Dropout of probabilities: what is dropped depends on the position of an element in the scores alone.
@@ -272,6 +294,26 @@ impl<'a> Problem<'a> {
     #[inline(always)]
     pub(super) fn seen_by_any(&self, queries: Range<usize>) -> Range<usize> {
         self.seen_by(queries.start).start..self.seen_by(queries.end - 1).end
+    }
+
+    /// How many of some local keys the mask by blocks lets some adjacent queries of the heads see that share a key head.
+    pub(super) fn seen_in_blocks(&self, key_head: usize, queries: Range<usize>, keys: Range<usize>) -> Seen {
+        let Some(blocks) = &self.args.blocks else { return Seen::All };
+        let span = |indices: &[usize]| indices[0]..indices[indices.len() - 1] + 1;
+        let (queries, keys) = (span(&self.args.queries[queries]), span(&self.args.keys[keys]));
+        let seen = |group: usize| {
+            let (batch, head) = blocks.place(key_head * self.groups + group);
+            blocks.mask.seen(batch, head, &queries, &keys)
+        };
+        let groups = if blocks.mask.sizes()[1] == 1 { 1 } else { self.groups };
+        (0..groups).map(seen).reduce(|a, b| if a == b { a } else { Seen::Some }).unwrap_or(Seen::None)
+    }
+
+    /// What a local query of a local query head sees by the mask by blocks.
+    pub(super) fn mask_row(&self, head: usize, query: usize) -> Option<MaskRow<'_>> {
+        let blocks = self.args.blocks.as_ref()?;
+        let (batch, head) = blocks.place(head);
+        Some(blocks.mask.row(batch, head, self.args.queries[query]))
     }
 
     /// The number of multiplications of one product over the whole call, as if nothing were masked.

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use super::block_mask::Seen;
 use super::float::AttentionFloat;
 use super::problem::{AttentionDropout, Mask, Problem};
 use crate::random::{RandomDraw, choice_bound, is_chosen};
@@ -17,6 +18,9 @@ pub(super) struct QueryLanes<const L: usize> {
     pub(super) query: [usize; L],
     /// Keys that at least one query may see.
     pub(super) seen: Range<usize>,
+    key_head: usize,
+    /// Indices of all these queries.
+    queries: Range<usize>,
     first: [i32; L],
     end: [i32; L],
     /// Position in all scores of the first key of each query, for dropout.
@@ -27,12 +31,15 @@ impl<const L: usize> QueryLanes<L> {
     /// The queries of `rows`, where row `r` is query `r / groups` of query head `r % groups` of a key head.
     #[inline(always)]
     pub(super) fn new(problem: &Problem<'_>, key_head: usize, rows: Range<usize>) -> Self {
+        let queries = rows.start / problem.groups..(rows.end - 1) / problem.groups + 1;
         let (mut lanes, last) = (
             QueryLanes {
                 count: rows.len(),
                 head: [0; L],
                 query: [0; L],
-                seen: problem.seen_by_any(rows.start / problem.groups..(rows.end - 1) / problem.groups + 1),
+                seen: problem.seen_by_any(queries.clone()),
+                key_head,
+                queries,
                 first: [0; L],
                 end: [0; L],
                 position: [0; L],
@@ -51,6 +58,20 @@ impl<const L: usize> QueryLanes<L> {
             }
         }
         lanes
+    }
+
+    /// Whether a query of these may see one of the keys: if not, they can be left out.
+    #[inline(always)]
+    pub(super) fn sees_any(&self, problem: &Problem<'_>, keys: &Range<usize>) -> bool {
+        !keys.is_empty() && self.seen_in_blocks(problem, keys) != Seen::None
+    }
+
+    #[inline(always)]
+    fn seen_in_blocks(&self, problem: &Problem<'_>, keys: &Range<usize>) -> Seen {
+        match problem.args.blocks {
+            Some(_) => problem.seen_in_blocks(self.key_head, self.queries.clone(), keys.clone()),
+            None => Seen::All,
+        }
     }
 
     /// Whether a query of these does not see one of the keys.
@@ -90,6 +111,16 @@ pub(super) unsafe fn mask_scores<F: AttentionFloat, const FMA: bool, const L: us
     }
     if let Some(mask) = &problem.mask {
         add_mask(mask, lanes, keys.clone(), |j| line(scores, j));
+    }
+    if lanes.seen_in_blocks(problem, &keys) != Seen::All {
+        for l in 0..L {
+            let Some(row) = problem.mask_row(lanes.head[l], lanes.query[l]) else { continue };
+            for (j, &key) in problem.args.keys[keys.clone()].iter().enumerate() {
+                if !row.sees(key) {
+                    line(scores, j)[l] = F::NEG_INFINITY;
+                }
+            }
+        }
     }
     if lanes.bounded(&keys) {
         for j in 0..keys.len() {

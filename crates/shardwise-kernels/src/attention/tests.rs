@@ -7,8 +7,8 @@ use rand::{Rng, SeedableRng};
 use crate::random::{RandomDraw, choice_bound, is_chosen};
 
 use super::{
-    AttentionArgs, AttentionDropout, attention_backward, attention_forward, attention_part, merge_attention_parts,
-    row_dots,
+    AttentionArgs, AttentionBlocks, AttentionDropout, BlockMask, attention_backward, attention_forward, attention_part,
+    merge_attention_parts, row_dots,
 };
 
 /// Sizes and options of one comparison.
@@ -25,6 +25,8 @@ struct Case {
     offset: isize,
     cap: Option<f64>,
     p: f64,
+    /// Whether there is a mask by blocks.
+    blocks: bool,
     /// 0: no mask; 1: added, for every score; 2: boolean, per key; 3: added, per query and key.
     mask: usize,
 }
@@ -72,6 +74,12 @@ impl Case {
         !late && !old
     }
 
+    /// Blocks that are seen, that are not, and that are seen in part, which differ by head.
+    fn in_blocks(&self, head: usize, query: usize, key: usize) -> bool {
+        let whole = (head + query / 64 + key / 128).is_multiple_of(2);
+        !self.blocks || whole || query % 7 == head % 7 && key / 64 == 1
+    }
+
     fn keeps(&self, row: usize, key: usize) -> f64 {
         if self.p == 0.0 {
             return 1.0;
@@ -94,7 +102,8 @@ impl Case {
             let v = |key: usize| (head * keys + key) * value_size;
             let mut scores = vec![f64::NEG_INFINITY; keys];
             let mut slopes = vec![1.0; keys];
-            for key in (0..keys).filter(|&key| self.sees(query, key)) {
+            let sees = |key: &usize| self.sees(query, *key) && self.in_blocks(row / queries, query, *key);
+            for key in (0..keys).filter(sees) {
                 let mut score = scale * (0..size).map(|d| data.q[row * size + d] * data.k[k(key) + d]).sum::<f64>();
                 if let Some(cap) = self.cap {
                     slopes[key] = 1.0 - (score / cap).tanh().powi(2);
@@ -160,6 +169,10 @@ impl Case {
         let (query_indices, key_indices): (Vec<usize>, Vec<usize>) = ((0..queries).collect(), (0..keys).collect());
         let all_heads: Vec<u64> = (0..(heads * groups) as u64).collect();
         let dropout = AttentionDropout { p: self.p, seed: 77, draw: 9, heads: &all_heads, queries, keys };
+        let count = heads * groups;
+        let blocks =
+            BlockMask::from_fn([1, count, queries, keys], |_, head, query, key| self.in_blocks(head, query, key));
+        let blocks = AttentionBlocks { mask: &blocks, heads: &all_heads, heads_per_batch: count };
         let args = AttentionArgs {
             scale: 0.3,
             soft_cap: self.cap,
@@ -169,6 +182,7 @@ impl Case {
             queries: &query_indices,
             keys: &key_indices,
             mask: mask.as_ref(),
+            blocks: self.blocks.then_some(blocks),
             dropout: (self.p > 0.0).then_some(dropout),
         };
         let (out, logs) = attention_forward([&q, &k, &v], dtype, &args).unwrap();
@@ -194,9 +208,12 @@ fn cases() -> Vec<Case> {
         Case { mask: 2, cap: Some(0.7), p: 0.4, ..small },
         long.clone(),
         Case { causal: true, offset: 151, window: Some(140), mask: 3, ..long.clone() },
-        Case { mask: 1, p: 0.1, cap: Some(0.5), ..long },
+        Case { mask: 1, p: 0.1, cap: Some(0.5), ..long.clone() },
+        Case { blocks: true, ..long.clone() },
+        Case { blocks: true, causal: true, offset: 100, mask: 3, ..long },
         Case { causal: true, ..grouped.clone() },
-        Case { causal: true, mask: 1, window: Some(9), p: 0.3, ..grouped },
+        Case { causal: true, mask: 1, window: Some(9), p: 0.3, ..grouped.clone() },
+        Case { blocks: true, p: 0.2, ..grouped },
     ]
 }
 
@@ -270,6 +287,7 @@ fn parts_of_the_keys_merge_to_the_whole() {
             queries: &queries,
             keys: &keys,
             mask: None,
+            blocks: None,
             dropout: None,
         };
         let select = |t: &Tensor| t.index_select(&index, 1).unwrap();

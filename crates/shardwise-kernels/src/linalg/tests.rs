@@ -284,3 +284,68 @@ fn gradients_of_reflections_are_differences() {
         assert!((found - expected).abs() < 1e-8, "tau {i}: {found} {expected}");
     }
 }
+
+#[test]
+fn polar_factors_are_orthonormal_and_semidefinite() {
+    for (seed, &(m, n)) in SHAPES.iter().enumerate().filter(|(_, (m, n))| m >= n) {
+        in_both_types(&random(&[3, m, n], seed as u64), |a, eps| {
+            let found = polar(a).unwrap();
+            let (u, h, vectors) = (wide(&found.u), wide(&found.h), wide(&found.vectors));
+            let tolerance = 50.0 * eps * m as f64;
+            assert_close(&product(&u, &h), &wide(a), tolerance);
+            assert_close(&product(&transpose(&u), &u), &identity(n, 3), tolerance);
+            assert_close(&transpose(&h).contiguous().unwrap(), &h, tolerance);
+            assert!(values(&found.values).iter().all(|&x| x >= 0.0));
+            let scaled = vectors.broadcast_mul(&wide(&found.values).unsqueeze(1).unwrap()).unwrap();
+            assert_close(&product(&h, &vectors), &scaled, tolerance);
+        });
+    }
+    // a quarter turn of a stretched plane
+    let found = polar(&Tensor::new(&[[0f64, -3.0], [2.0, 0.0]], &Device::Cpu).unwrap()).unwrap();
+    assert_close(&found.u, &Tensor::new(&[[0f64, -1.0], [1.0, 0.0]], &Device::Cpu).unwrap(), 1e-15);
+    assert_close(&found.h, &Tensor::new(&[[2f64, 0.0], [0.0, 3.0]], &Device::Cpu).unwrap(), 1e-15);
+}
+
+#[test]
+fn the_square_of_a_symmetric_root_is_the_matrix() {
+    for n in [1, 2, 5, 20] {
+        let b = random(&[3, n, n], n as u64);
+        in_both_types(&product(&b, &transpose(&b)), |a, eps| {
+            let (root, of_root, vectors) = symmetric_sqrt(a).unwrap();
+            let (root, vectors) = (wide(&root), wide(&vectors));
+            // eigenvalues near zero lose half of their digits in the root, but not in its square
+            let tolerance = 100.0 * eps * n as f64;
+            assert_close(&product(&root, &root), &wide(a), tolerance);
+            assert_close(&transpose(&root).contiguous().unwrap(), &root, tolerance);
+            let scaled = vectors.broadcast_mul(&wide(&of_root).unsqueeze(1).unwrap()).unwrap();
+            assert_close(&product(&root, &vectors), &scaled, tolerance);
+            assert!(values(&of_root).iter().all(|&x| x >= 0.0));
+        });
+    }
+    let (root, _, _) = symmetric_sqrt(&Tensor::new(&[[5f64, 4.0], [4.0, 5.0]], &Device::Cpu).unwrap()).unwrap();
+    assert_close(&root, &Tensor::new(&[[2f64, 1.0], [1.0, 2.0]], &Device::Cpu).unwrap(), 1e-15);
+    // what is below zero counts as zero
+    let (root, _, _) = symmetric_sqrt(&Tensor::new(&[[4f64, 0.0], [0.0, -9.0]], &Device::Cpu).unwrap()).unwrap();
+    assert_close(&root, &Tensor::new(&[[2f64, 0.0], [0.0, 0.0]], &Device::Cpu).unwrap(), 1e-15);
+}
+
+#[test]
+fn determinants_multiply_and_do_not_overflow_as_logarithms() {
+    for n in [1, 2, 5, 12] {
+        let (a, b) = (random(&[3, n, n], n as u64), random(&[3, n, n], 50 + n as u64));
+        let [of_a, of_b, of_product] = [&a, &b, &product(&a, &b)].map(|m| determinant(m).unwrap());
+        assert_close(&of_product.value, &(&of_a.value * &of_b.value).unwrap(), 1e-12);
+        assert_close(&of_product.sign, &(&of_a.sign * &of_b.sign).unwrap(), 0.0);
+        assert_close(&of_product.log_magnitude, &(&of_a.log_magnitude + &of_b.log_magnitude).unwrap(), 1e-11);
+    }
+    let known = |rows: [[f64; 2]; 2], expected: [f64; 3]| {
+        let found = determinant(&Tensor::new(&rows, &Device::Cpu).unwrap()).unwrap();
+        let got = [&found.value, &found.sign, &found.log_magnitude].map(|t| values(t)[0]);
+        let close = |(a, b): (&f64, &f64)| a == b || (a - b).abs() < 1e-12 * b.abs();
+        assert!(got.iter().zip(&expected).all(close), "{rows:?}: {got:?}, not {expected:?}");
+    };
+    known([[1.0, 2.0], [3.0, 4.0]], [-2.0, -1.0, 2f64.ln()]);
+    known([[0.0, 1.0], [1.0, 0.0]], [-1.0, -1.0, 0.0]);
+    known([[1.0, 2.0], [2.0, 4.0]], [0.0, 0.0, f64::NEG_INFINITY]);
+    known([[1e200, 0.0], [0.0, -1e200]], [f64::NEG_INFINITY, -1.0, 400.0 * 10f64.ln()]);
+}

@@ -14,6 +14,7 @@ mod tile;
 use std::mem::MaybeUninit;
 
 use candle_core::{DType, Tensor};
+use float8::F8E4M3;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -44,7 +45,7 @@ pub fn batched_matmul(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Res
     batched_matmul_bias(a, b, batch, inner, None)
 }
 
-/// As [`batched_matmul`] of factors in f16 or bf16, with the sums in f32 as they are before they would be rounded: terms of a
+/// As [`batched_matmul`] of factors in f16, bf16 or f8, with the sums in f32 as they are before they would be rounded: terms of a
 /// larger sum. Reads the factors in their own type.
 ///
 /// # Panics
@@ -57,6 +58,7 @@ pub fn batched_matmul_f32(a: &Tensor, b: &Tensor, batch: usize, inner: usize) ->
         match a.dtype() {
             DType::BF16 => product.multiply_all::<bf16, f32>(None, output.range(0), None)?,
             DType::F16 => product.multiply_all::<f16, f32>(None, output.range(0), None)?,
+            DType::F8E4M3 => product.multiply_all::<F8E4M3, f32>(None, output.range(0), None)?,
             other => unreachable!("sums of {other:?}, which are not rounded to f32"),
         }
         Ok(output.finish())

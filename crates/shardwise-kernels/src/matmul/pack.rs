@@ -4,8 +4,10 @@
 use std::any::TypeId;
 use std::ops::Range;
 
+use float8::F8E4M3;
 use half::{bf16, f16};
 
+use super::super::eight_bit::{f8_to_f32, f32_to_f8};
 use super::registers::{MAX_LANES, Register};
 
 /// An element of a factor, and the type in which it is multiplied.
@@ -50,6 +52,8 @@ factors! {
     bf16 => f32: bf16_to_f32, f32_to_bf16, |from| unsafe { x86::eight_from_bf16(from) };
     // SAFETY: as above.
     f16 => f32: f16::to_f32, f16::from_f32, |from| unsafe { x86::eight_from_f16(from) };
+    // SAFETY: as above.
+    F8E4M3 => f32: f8_to_f32, f32_to_f8, |from| unsafe { x86::eight_from_f8(from) };
 }
 
 /// The bits of a bf16 are the upper half of those of an f32. As in `half`, but without its look-up of processor features, so
@@ -274,5 +278,13 @@ mod x86 {
     pub(super) unsafe fn eight_from_f16(from: *const half::f16) -> __m256 {
         // SAFETY: the caller's promise.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+
+    /// # Safety
+    /// As [`eight_from_f32`].
+    #[inline(always)]
+    pub(super) unsafe fn eight_from_f8(from: *const float8::F8E4M3) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { eight_from_f32((*from.cast::<[float8::F8E4M3; 8]>()).map(super::f8_to_f32).as_ptr()) }
     }
 }

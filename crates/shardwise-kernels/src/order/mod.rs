@@ -3,6 +3,7 @@
 //! Elements are compared by unsigned ranks (`rank`) in which the order, NaN and -0.0 are settled, and are never converted to
 //! another type. Lines are independent of each other and divided over the threads.
 
+mod count;
 mod first;
 mod rank;
 mod select;
@@ -19,6 +20,7 @@ use super::{contiguous, simd, with_type};
 use crate::error::{ErrorKind, Result};
 use rank::{Ranked, RankedIndex, Ranking};
 
+pub use count::{BYTE_VALUES, byte_counts, count_before, count_rank, next_byte, nth_of_rank, rank_bytes};
 pub use rank::SortOrder;
 
 /// Returns the first `k` elements along `dim` in `order`, and their indices (i64) plus `first_index`.

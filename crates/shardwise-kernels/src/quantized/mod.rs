@@ -6,6 +6,8 @@
 mod block_type;
 mod packed;
 mod product;
+mod rounded_rows;
+mod vectors;
 
 pub use block_type::BlockType;
 pub use product::{dequantize, quantized_matmul};

@@ -1,20 +1,15 @@
-//! How the inner loop of a product reads blocks: 32 elements at a time, as integers with a scale and an offset.
+//! How the inner loop of a product reads blocks: 32 elements at a time, as signed bytes with scales and an offset.
 
 use super::BlockType;
+use super::vectors::{HALF, Vectors};
 
-/// Elements of a register that sums are kept in: the same on every instruction set, for the same bits.
-pub(super) const LANES: usize = 16;
-/// Elements that are read at a time.
-pub(super) const GROUP: usize = 2 * LANES;
-
-/// 32 elements of a block: element `i` is `scale * integers[i] + offset`, with a scale for each half.
-pub(super) struct Group {
-    pub(super) integers: [[f32; LANES]; 2],
-    pub(super) scales: [f32; 2],
-    pub(super) offset: f32,
-}
+/// Elements that share a scale of the rows, and that are read at a time.
+pub(super) const GROUP: usize = 2 * HALF;
 
 /// A type of blocks whose products are computed without expanding them first.
+///
+/// # Safety
+/// All methods require that the processor has the instructions of `V`; `block` has [`BYTES`](Self::BYTES) bytes.
 pub(super) trait QuantizedBlock {
     const TYPE: BlockType;
     /// Elements and bytes of a block.
@@ -22,143 +17,137 @@ pub(super) trait QuantizedBlock {
     const BYTES: usize;
     /// Whether both halves of a group have one scale.
     const ONE_SCALE: bool = true;
+    /// Whether a group has an offset.
+    const HAS_OFFSET: bool = false;
+    /// The scales of all groups.
+    type Scales;
 
-    /// The elements `32 * group..32 * (group + 1)` of a block.
-    fn group(block: &[u8], group: usize) -> Group;
-}
+    unsafe fn scales<V: Vectors>(block: &[u8]) -> Self::Scales;
 
-/// A half float. Not the `half` crate's conversion, which asks for the instructions of the processor at every call.
-#[inline(always)]
-fn half(block: &[u8], at: usize) -> f32 {
-    let bits = u16::from_le_bytes([block[at], block[at + 1]]);
-    let magnitude = u32::from(bits & 0x7fff) << 13;
-    // 2^112 moves the exponent of a half float to that of an f32; subnormal ones become normal by the product.
-    let finite = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
-    let value = if bits & 0x7c00 == 0x7c00 { f32::from_bits(magnitude | 0x7f80_0000) } else { finite };
-    f32::from_bits(value.to_bits() | u32::from(bits & 0x8000) << 16)
-}
+    /// Element `i` of a group is `scale * byte[i] + offset`: the scale and the offset, which is arbitrary if the type has none;
+    /// or the scales of both halves, if they differ.
+    unsafe fn group_scales<V: Vectors>(scales: &Self::Scales, group: usize) -> V::Pair;
 
-/// 16 bytes as elements, each through `read`.
-#[inline(always)]
-fn lanes(bytes: &[u8], read: impl Fn(u8, usize) -> i32) -> [f32; LANES] {
-    let mut lanes = [0.0; LANES];
-    let bytes = &bytes[..LANES];
-    for i in 0..LANES {
-        lanes[i] = read(bytes[i], i) as f32;
-    }
-    lanes
+    /// The elements `32 * group..32 * (group + 1)` of a block as signed bytes.
+    unsafe fn group<V: Vectors>(block: &[u8], group: usize) -> [V::Bytes; 2];
 }
 
 #[inline(always)]
-fn uniform(integers: [[f32; LANES]; 2], scale: f32, offset: f32) -> Group {
-    Group { integers, scales: [scale; 2], offset }
+fn word(block: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
-pub(super) struct Q8_0;
-pub(super) struct Q4_0;
-pub(super) struct Q4_1;
-pub(super) struct Q5_0;
-pub(super) struct Q5_1;
-pub(super) struct Q4K;
-pub(super) struct Q5K;
-pub(super) struct Q6K;
-
-impl QuantizedBlock for Q8_0 {
-    const TYPE: BlockType = BlockType::Q8_0;
-    const ELEMENTS: usize = 32;
-    const BYTES: usize = 34;
-
-    #[inline(always)]
-    fn group(block: &[u8], _: usize) -> Group {
-        let signed = |at: usize| lanes(&block[at..], |byte, _| i32::from(byte.cast_signed()));
-        uniform([signed(2), signed(2 + LANES)], half(block, 0), 0.0)
-    }
-}
-
-impl QuantizedBlock for Q4_0 {
-    const TYPE: BlockType = BlockType::Q4_0;
-    const ELEMENTS: usize = 32;
-    const BYTES: usize = 18;
-
-    #[inline(always)]
-    fn group(block: &[u8], _: usize) -> Group {
-        let (low, high) =
-            (lanes(&block[2..], |byte, _| i32::from(byte & 15)), lanes(&block[2..], |byte, _| i32::from(byte >> 4)));
-        let scale = half(block, 0);
-        uniform([low, high], scale, -8.0 * scale)
-    }
-}
-
-impl QuantizedBlock for Q4_1 {
-    const TYPE: BlockType = BlockType::Q4_1;
-    const ELEMENTS: usize = 32;
-    const BYTES: usize = 20;
-
-    #[inline(always)]
-    fn group(block: &[u8], _: usize) -> Group {
-        let (low, high) =
-            (lanes(&block[4..], |byte, _| i32::from(byte & 15)), lanes(&block[4..], |byte, _| i32::from(byte >> 4)));
-        uniform([low, high], half(block, 0), half(block, 2))
+/// Lower halves of 16 bytes, then the upper ones.
+#[inline(always)]
+unsafe fn nibbles<V: Vectors>(bytes: &[u8]) -> [V::Bytes; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bytes = V::load(bytes);
+        [V::field(bytes, 0, 15), V::field(bytes, 4, 15)]
     }
 }
 
 /// Nibbles at `at`, with the fifth bits of all 32 elements in the four bytes before.
 #[inline(always)]
-fn five_bits(block: &[u8], at: usize) -> [[f32; LANES]; 2] {
-    let bits = u32::from_le_bytes([block[at - 4], block[at - 3], block[at - 2], block[at - 1]]);
-    let fifth = |i: usize| ((bits >> i) & 1).cast_signed() << 4;
-    [
-        lanes(&block[at..], |byte, i| i32::from(byte & 15) | fifth(i)),
-        lanes(&block[at..], |byte, i| i32::from(byte >> 4) | fifth(LANES + i)),
-    ]
-}
-
-impl QuantizedBlock for Q5_0 {
-    const TYPE: BlockType = BlockType::Q5_0;
-    const ELEMENTS: usize = 32;
-    const BYTES: usize = 22;
-
-    #[inline(always)]
-    fn group(block: &[u8], _: usize) -> Group {
-        let scale = half(block, 0);
-        uniform(five_bits(block, 6), scale, -16.0 * scale)
+unsafe fn five_bits<V: Vectors>(block: &[u8], at: usize) -> [V::Bytes; 2] {
+    let fifth = word(block, at - 4);
+    // SAFETY: the caller's promise.
+    unsafe {
+        let [low, high] = nibbles::<V>(&block[at..]);
+        [V::or(low, V::where_set(fifth as u16, 16)), V::or(high, V::where_set((fifth >> 16) as u16, 16))]
     }
 }
 
-impl QuantizedBlock for Q5_1 {
-    const TYPE: BlockType = BlockType::Q5_1;
-    const ELEMENTS: usize = 32;
-    const BYTES: usize = 24;
-
-    #[inline(always)]
-    fn group(block: &[u8], _: usize) -> Group {
-        uniform(five_bits(block, 8), half(block, 0), half(block, 2))
-    }
-}
-
-/// Scale and minimum of a group of Q4_K and Q5_K: 6 bits each, of which the last four groups have their upper two bits in other bytes.
 #[inline(always)]
-fn scale_and_minimum(block: &[u8], group: usize) -> (f32, f32) {
-    let packed = &block[4..16];
-    let (scale, minimum) = match group {
-        0..4 => (packed[group] & 63, packed[group + 4] & 63),
-        _ => (packed[group + 4] & 15 | packed[group - 4] >> 6 << 4, packed[group + 4] >> 4 | packed[group] >> 6 << 4),
-    };
-    (half(block, 0) * f32::from(scale), -(half(block, 2) * f32::from(minimum)))
+unsafe fn subtracted<V: Vectors>([first, second]: [V::Bytes; 2], from_each: u8) -> [V::Bytes; 2] {
+    // SAFETY: the caller's promise.
+    unsafe { [V::subtract(first, from_each), V::subtract(second, from_each)] }
+}
+
+/// Blocks of 32 elements that begin with a half float, the scale, and with another one if they have an offset.
+macro_rules! blocks_of_one_group {
+    ($($name:ident $bytes:literal $has_offset:literal, $V:ident, |$block:ident| $group:expr;)*) => {$(
+        pub(super) struct $name;
+
+        impl QuantizedBlock for $name {
+            const TYPE: BlockType = BlockType::$name;
+            const ELEMENTS: usize = GROUP;
+            const BYTES: usize = $bytes;
+            const HAS_OFFSET: bool = $has_offset;
+            /// Two half floats.
+            type Scales = u32;
+
+            #[inline(always)]
+            unsafe fn scales<V: Vectors>(block: &[u8]) -> u32 {
+                word(block, 0)
+            }
+
+            #[inline(always)]
+            unsafe fn group_scales<V: Vectors>(&halves: &u32, _: usize) -> V::Pair {
+                // SAFETY: the caller's promise.
+                unsafe { V::halves(halves) }
+            }
+
+            #[inline(always)]
+            unsafe fn group<$V: Vectors>($block: &[u8], _: usize) -> [$V::Bytes; 2] {
+                // SAFETY: the caller's promise.
+                unsafe { $group }
+            }
+        }
+    )*};
+}
+
+blocks_of_one_group! {
+    Q8_0 34 false, V, |block| [V::load(&block[2..]), V::load(&block[2 + HALF..])];
+    Q4_0 18 false, V, |block| subtracted::<V>(nibbles::<V>(&block[2..]), 8);
+    Q4_1 20 true, V, |block| nibbles::<V>(&block[4..]);
+    Q5_0 22 false, V, |block| subtracted::<V>(five_bits::<V>(block, 6), 16);
+    Q5_1 24 true, V, |block| five_bits::<V>(block, 8);
+}
+
+pub(super) struct Q4K;
+pub(super) struct Q5K;
+pub(super) struct Q6K;
+
+/// Scales and offsets of the groups of Q4_K and Q5_K: 6 bits each, of which the last four groups have their upper two bits in
+/// other bytes than the lower four.
+#[inline(always)]
+unsafe fn scales_and_offsets<V: Vectors>(block: &[u8]) -> [[f32; 2]; 8] {
+    let packed = [word(block, 4), word(block, 8), word(block, 12)];
+    let last_scales = packed[2] & 0x0f0f_0f0f | (packed[0] >> 6 & 0x0303_0303) << 4;
+    let last_minima = packed[2] >> 4 & 0x0f0f_0f0f | (packed[1] >> 6 & 0x0303_0303) << 4;
+    let scales = (u64::from(last_scales) << 32 | u64::from(packed[0] & 0x3f3f_3f3f)).to_le_bytes();
+    let minima = (u64::from(last_minima) << 32 | u64::from(packed[1] & 0x3f3f_3f3f)).to_le_bytes();
+    // SAFETY: the caller's promise.
+    let [scale, minimum] = unsafe { V::values(V::halves(word(block, 0))) };
+    std::array::from_fn(|group| [scale * f32::from(scales[group]), -(minimum * f32::from(minima[group]))])
 }
 
 impl QuantizedBlock for Q4K {
     const TYPE: BlockType = BlockType::Q4K;
     const ELEMENTS: usize = 256;
     const BYTES: usize = 144;
+    const HAS_OFFSET: bool = true;
+    type Scales = [[f32; 2]; 8];
 
     #[inline(always)]
-    fn group(block: &[u8], group: usize) -> Group {
+    unsafe fn scales<V: Vectors>(block: &[u8]) -> [[f32; 2]; 8] {
+        // SAFETY: the caller's promise.
+        unsafe { scales_and_offsets::<V>(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn group_scales<V: Vectors>(scales: &[[f32; 2]; 8], group: usize) -> V::Pair {
+        // SAFETY: the caller's promise.
+        unsafe { V::pair(scales[group]) }
+    }
+
+    #[inline(always)]
+    unsafe fn group<V: Vectors>(block: &[u8], group: usize) -> [V::Bytes; 2] {
         // Two groups share 32 bytes: the lower halves of the bytes are the first group.
         let (bytes, shift) = (&block[16 + group / 2 * GROUP..], group % 2 * 4);
-        let read = |byte: u8, _: usize| i32::from(byte >> shift & 15);
-        let (scale, offset) = scale_and_minimum(block, group);
-        uniform([lanes(bytes, read), lanes(&bytes[LANES..], read)], scale, offset)
+        // SAFETY: the caller's promise.
+        unsafe { [V::field(V::load(bytes), shift, 15), V::field(V::load(&bytes[HALF..]), shift, 15)] }
     }
 }
 
@@ -166,16 +155,33 @@ impl QuantizedBlock for Q5K {
     const TYPE: BlockType = BlockType::Q5K;
     const ELEMENTS: usize = 256;
     const BYTES: usize = 176;
+    const HAS_OFFSET: bool = true;
+    type Scales = [[f32; 2]; 8];
 
     #[inline(always)]
-    fn group(block: &[u8], group: usize) -> Group {
+    unsafe fn scales<V: Vectors>(block: &[u8]) -> [[f32; 2]; 8] {
+        // SAFETY: the caller's promise.
+        unsafe { scales_and_offsets::<V>(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn group_scales<V: Vectors>(scales: &[[f32; 2]; 8], group: usize) -> V::Pair {
+        // SAFETY: the caller's promise.
+        unsafe { V::pair(scales[group]) }
+    }
+
+    #[inline(always)]
+    unsafe fn group<V: Vectors>(block: &[u8], group: usize) -> [V::Bytes; 2] {
         let (bytes, fifth, shift) = (&block[48 + group / 2 * GROUP..], &block[16..48], group % 2 * 4);
-        let half_group = |first: usize| {
-            let fifth = &fifth[first..first + LANES];
-            lanes(&bytes[first..], |byte, i| i32::from(byte >> shift & 15) | i32::from(fifth[i] >> group & 1) << 4)
-        };
-        let (scale, offset) = scale_and_minimum(block, group);
-        uniform([half_group(0), half_group(LANES)], scale, offset)
+        // SAFETY: the caller's promise.
+        unsafe {
+            let first = V::shift_left(V::field(V::load(fifth), group, 1), 4);
+            let second = V::shift_left(V::field(V::load(&fifth[HALF..]), group, 1), 4);
+            [
+                V::or(V::field(V::load(bytes), shift, 15), first),
+                V::or(V::field(V::load(&bytes[HALF..]), shift, 15), second),
+            ]
+        }
     }
 }
 
@@ -184,21 +190,39 @@ impl QuantizedBlock for Q6K {
     const ELEMENTS: usize = 256;
     const BYTES: usize = 210;
     const ONE_SCALE: bool = false;
+    /// The scale of the block, and those of its 16 groups of 16 elements.
+    type Scales = (f32, [u8; 16]);
 
     #[inline(always)]
-    fn group(block: &[u8], group: usize) -> Group {
+    unsafe fn scales<V: Vectors>(block: &[u8]) -> (f32, [u8; 16]) {
+        let mut of_groups = [0; 16];
+        of_groups.copy_from_slice(&block[192..208]);
+        // SAFETY: the caller's promise.
+        let [scale, _] = unsafe { V::values(V::halves(u32::from(u16::from_le_bytes([block[208], block[209]])))) };
+        (scale, of_groups)
+    }
+
+    #[inline(always)]
+    unsafe fn group_scales<V: Vectors>(&(scale, of_groups): &(f32, [u8; 16]), group: usize) -> V::Pair {
+        let (first, second) = (of_groups[2 * group].cast_signed(), of_groups[2 * group + 1].cast_signed());
+        // SAFETY: the caller's promise.
+        unsafe { V::pair([scale * f32::from(first), scale * f32::from(second)]) }
+    }
+
+    #[inline(always)]
+    unsafe fn group<V: Vectors>(block: &[u8], group: usize) -> [V::Bytes; 2] {
         // Each half of a block has 128 elements: 64 bytes with four lower bits of two elements each, 32 with two upper bits.
         let (part, quarter) = (group / 4, group % 4);
         let low = &block[part * 64 + quarter % 2 * GROUP..];
         let high = &block[128 + part * GROUP..];
         let (low_shift, high_shift) = (quarter / 2 * 4, quarter * 2);
-        let half_group = |first: usize| {
-            let high = &high[first..first + LANES];
-            let read =
-                |byte: u8, i: usize| i32::from(byte >> low_shift & 15) | i32::from(high[i] >> high_shift & 3) << 4;
-            lanes(&low[first..], |byte, i| read(byte, i) - 32)
-        };
-        let scale = |i: usize| half(block, 208) * f32::from(block[192 + group * 2 + i].cast_signed());
-        Group { integers: [half_group(0), half_group(LANES)], scales: [scale(0), scale(1)], offset: 0.0 }
+        // SAFETY: the caller's promise.
+        unsafe {
+            let first = V::shift_left(V::field(V::load(high), high_shift, 3), 4);
+            let second = V::shift_left(V::field(V::load(&high[HALF..]), high_shift, 3), 4);
+            let first = V::or(V::field(V::load(low), low_shift, 15), first);
+            let second = V::or(V::field(V::load(&low[HALF..]), low_shift, 15), second);
+            subtracted::<V>([first, second], 32)
+        }
     }
 }

@@ -23,11 +23,10 @@ impl Field for f64 {
 /// degree `k` and `k - 1`.
 #[inline(always)]
 fn recurrence<T: Field>(n: f64, first: T, next: impl Fn(T, T, T) -> T) -> T {
-    let one = T::from(1.0);
+    let (one, n) = (T::from(1.0), n.trunc());
     if !(n >= 0.0 && n.is_finite()) {
         return T::from(0.0);
     }
-    let n = n.trunc();
     if n == 0.0 {
         return one;
     }

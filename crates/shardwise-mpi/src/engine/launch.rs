@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use shardwise::comm::engine::{launch_ended_error, thread_number, wrong_thread_error};
+use shardwise::comm::engine::{launch_ended_error, thread_number, while_waiting, wrong_thread_error};
 use shardwise::error::RankCall;
 use shardwise::mesh::Network;
 use shardwise::{Error, Result};
@@ -78,6 +78,7 @@ impl Launch {
         call: &dyn Fn() -> RankCall,
         mut poll: impl FnMut() -> Result<Option<T>>,
     ) -> Result<T> {
+        let _waiting = while_waiting();
         let since = Instant::now();
         loop {
             if let Some(found) = poll()? {

@@ -39,8 +39,9 @@ mod remote_read;
 mod communicator;
 
 use shardwise::error::ErrorKind;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use shardwise::comm::RankDump;
 use shardwise::comm::engine::{catch_panic, failure_text, fnv1a, limit_candle_threads, rank_pool};
 use shardwise::{Error, Result, World};
 
@@ -108,11 +109,20 @@ pub(crate) fn run<T: Send>(
     let threads = settings.kernel_threads.unwrap_or(process.share_of_cores);
     limit_candle_threads(threads);
     let launch = Arc::new(launch);
+    let trace = OnceLock::new();
     let run = || {
         launch.enter();
-        program(World::new(Arc::new(MpiCommunicator::of_world(Arc::clone(&launch)))))
+        let world = World::new(Arc::new(MpiCommunicator::of_world(Arc::clone(&launch))));
+        trace.get_or_init(|| world.trace().clone());
+        program(world)
     };
     let result = rank_pool(rank, threads).and_then(|pool| pool.install(|| catch_panic(rank, run)));
+    if let (Err(error), Some(directory)) = (&result, settings.dump_dir.as_ref().filter(|d| RankDump::has_place(d))) {
+        let dump = RankDump::new(rank, launched.size, Some(error), trace.get());
+        if let Err(problem) = dump.write(directory) {
+            eprintln!("the dump of rank {rank} could not be written to {}: {problem}", directory.display());
+        }
+    }
     let mine = LaunchExit {
         launch: launches.count,
         failed: result.as_ref().err().map(failure_text),

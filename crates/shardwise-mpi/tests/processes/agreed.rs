@@ -114,7 +114,7 @@ pub(crate) fn messages() {
         let (me, meta) = (world.rank(), TensorMeta::new(3, DType::F32));
         if me == 0 {
             world.send(&zeros(4, DType::F32), 1, 0)?;
-            assert!(world.send(&zeros(4, DType::F32).to_dtype(DType::F8E4M3)?, 1, 1).is_err());
+            world.send(&zeros(4, DType::F32).to_dtype(DType::F8E4M3)?, 1, 1)?;
             world.send(&Tensor::arange(0f32, 1e6, &Device::Cpu)?, 1, 3)?; // too long to be on its way at once
         }
         if me == 1 {

@@ -147,6 +147,13 @@ impl<'a> Arguments<'a> {
         }
     }
 
+    /// A number as a tensor in the type that PyTorch gives numbers: f32 or i64.
+    pub fn number_tensor(&self, name: &str) -> Result<DTensor> {
+        let number = self.number(name)?;
+        let dtype = if matches!(number, Number::Real(_)) { DType::F32 } else { DType::I64 };
+        DTensor::full(number, ((), dtype), self.mesh, self.replicated())
+    }
+
     /// A number: an integer or a float; True is 1.
     pub fn number(&self, name: &str) -> Result<Number> {
         number_of(&self.value(name)).ok_or_else(|| self.wrong(name, "a number"))

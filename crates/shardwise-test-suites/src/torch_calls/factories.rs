@@ -1,6 +1,6 @@
 //! Tensors from numbers. The result may have any placements; here it is replicated.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::DType;
 use shardwise::prelude::*;
 use shardwise::tensor::{Arange, Linspace, Logspace, Number};
 
@@ -47,9 +47,10 @@ calls! {
         let space = Logspace { start, end, steps: a.size("steps")?, base: a.float("base")? };
         DTensor::logspace(space, a.dtype("dtype").unwrap_or(DType::F32), a.mesh(), a.replicated())
     };
-    // The indices of a triangle: those of the elements that are not zero.
-    "tril_indices(row, col, offset=0, *, dtype=None)" => |a| triangle(a, |i, j, offset| j <= i + offset);
-    "triu_indices(row, col, offset=0, *, dtype=None)" => |a| triangle(a, |i, j, offset| j >= i + offset);
+    "tril_indices(row, col, offset=0, *, dtype=None)" => |a| a.converted(&DTensor::tril_indices(
+        (a.size("row")?, a.size("col")?), a.int("offset")?, a.mesh(), a.replicated())?, "dtype");
+    "triu_indices(row, col, offset=0, *, dtype=None)" => |a| a.converted(&DTensor::triu_indices(
+        (a.size("row")?, a.size("col")?), a.int("offset")?, a.mesh(), a.replicated())?, "dtype");
 }
 
 fn sizes(a: &Arguments<'_>) -> Vec<usize> {
@@ -85,14 +86,4 @@ fn new(a: &Arguments<'_>, value: Number) -> Result<DTensor> {
     let is_bool = a.is_bool_type("dtype") || !a.has("dtype") && a.is_bool("input");
     let value = if is_bool { truth(value) } else { value };
     DTensor::full(value, (a.sizes("size"), a.dtype("dtype").unwrap_or(like)), a.mesh(), a.replicated())
-}
-
-fn triangle(a: &Arguments<'_>, inside: fn(isize, isize, isize) -> bool) -> Result<DTensor> {
-    let (rows, columns, offset) = (a.int("row")?, a.int("col")?, a.int("offset")?);
-    let all = (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j)));
-    let (i, j): (Vec<i64>, Vec<i64>) =
-        all.filter(|&(i, j)| inside(i, j, offset)).map(|(i, j)| (i as i64, j as i64)).unzip();
-    let count = i.len();
-    let indices = Tensor::from_vec([i, j].concat(), (2, count), &Device::Cpu)?;
-    a.replicate(&indices)?.to_dtype(a.dtype("dtype").unwrap_or(DType::I64))
 }

@@ -5,7 +5,6 @@ use shardwise::prelude::*;
 
 use super::arguments::Arguments;
 use super::calls::calls;
-use super::views::signed;
 
 calls! {
     "nn.functional.mse_loss(input, target, size_average=None, reduce=None, reduction='mean', weight=None)" => |a|
@@ -25,18 +24,11 @@ calls! {
     };
     // Targets of the type of the logits are probabilities of classes; weights are one per class.
     "nn.functional.cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', label_smoothing=0.0)" =>
-        |a| cross_entropy(a, &a.tensor("input")?);
+        |a| a.tensor("input")?.cross_entropy_with(
+            &a.tensor("target")?, a.optional_tensor("weight").as_ref(), options(a)?);
     "nn.functional.linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction='mean', ignore_index=-100, label_smoothing=0.0, options=None)" =>
-        |a| {
-            let (x, weight) = (a.tensor("input")?, a.tensor("linear_weight")?);
-            // [classes, .., features] is one matrix, whose rows are taken apart again.
-            let (outputs, features) = weight.shape().split_at(weight.ndim() - 1);
-            let matrix = weight.reshape(&[-1, features[0] as isize])?;
-            let bias = a.optional_tensor("linear_bias").map(|b| b.reshape(&[-1])).transpose()?;
-            let logits = x.linear(&matrix, bias.as_ref())?;
-            let lead = signed(&x.shape()[..x.ndim() - 1]);
-            cross_entropy(a, &logits.reshape(&[lead, signed(outputs)].concat())?)
-        };
+        |a| a.tensor("input")?.linear_cross_entropy(&a.tensor("linear_weight")?, a.optional_tensor("linear_bias").as_ref(),
+            &a.tensor("target")?, a.optional_tensor("weight").as_ref(), options(a)?);
     "nn.functional.nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean')" =>
         |a| match a.optional_tensor("weight") {
             Some(weight) => a.tensor("input")?.nll_loss_weighted(&a.tensor("target")?, &weight, options(a)?),
@@ -99,15 +91,6 @@ fn options(a: &Arguments<'_>) -> Result<LossOptions> {
         ignore_index,
         label_smoothing: a.float("label_smoothing").unwrap_or(0.0),
     })
-}
-
-fn cross_entropy(a: &Arguments<'_>, logits: &DTensor) -> Result<DTensor> {
-    let (target, weight, options) = (a.tensor("target")?, a.optional_tensor("weight"), options(a)?);
-    match weight {
-        weight if target.dtype().is_float() => logits.cross_entropy_probabilities(&target, weight.as_ref(), options),
-        Some(weight) => logits.cross_entropy_weighted(&target, &weight, options),
-        None => logits.cross_entropy(&target, options),
-    }
 }
 
 /// Lengths, as a list or a tensor.

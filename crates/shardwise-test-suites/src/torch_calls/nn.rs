@@ -4,7 +4,7 @@ use candle_core::DType;
 use serde_json::Value;
 use shardwise::ops::{
     AttentionOptions, ConvOptions, ConvTransposeOptions, EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions,
-    GridMode, GridPadding, InterpolateOptions, Interpolation, PoolOptions,
+    GridMode, GridPadding, InterpolateOptions, Interpolation, MultiHeadOptions, PerDim, PoolOptions,
 };
 use shardwise::prelude::*;
 
@@ -52,12 +52,8 @@ calls! {
     "nn.functional.glu(input, dim=-1)" => |a| a.tensor("input")?.glu(a.int("dim")?);
     "nn.functional.softmin(input, dim, _stacklevel=3, dtype=None)" => |a|
         a.converted(&a.tensor("input")?, "dtype")?.softmin(a.int("dim")?);
-    // A row of which every element is minus infinity gives zeros.
-    "torch.ops.aten._safe_softmax.default(input, dim, dtype=None)" => |a| {
-        let (x, dim) = (a.converted(&a.tensor("input")?, "dtype")?, a.int("dim")?);
-        let masked = x.detach().eq(f64::NEG_INFINITY)?.all(&[dim], true)?;
-        masked.where_cond(0.0, &masked.where_cond(0.0, &x)?.softmax(dim)?)
-    };
+    "torch.ops.aten._safe_softmax.default(input, dim, dtype=None)" => |a|
+        a.converted(&a.tensor("input")?, "dtype")?.safe_softmax(a.int("dim")?);
 
     // Dropout. Elements are drawn from the generator of the mesh.
     "nn.functional.dropout2d(input, p=0.5, training=True, inplace=False)" => |a| {
@@ -80,40 +76,26 @@ calls! {
         x.rms_norm(a.sizes("normalized_shape").len(), a.optional_tensor("weight").as_ref(), eps)
     };
     "nn.functional.batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-05)" =>
-        |a| Ok::<_, Error>(batch_norm(a, &a.tensor("input")?, a.flag("training"))?.0);
+        |a| Ok::<_, Error>(batch_norm(a, a.flag("training"))?.0);
     "nn.functional.instance_norm(input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-05)" =>
         |a| {
-            let x = a.tensor("input")?;
-            match a.flag("use_input_stats") {
-                true => x.group_norm(x.shape()[1], a.optional_tensor("weight").as_ref(),
-                    a.optional_tensor("bias").as_ref(), a.float("eps")?),
-                false => Ok(batch_norm(a, &x, false)?.0),
-            }
+            let running = a.optional_tensor("running_mean").zip(a.optional_tensor("running_var"));
+            let running = running.as_ref().filter(|_| !a.flag("use_input_stats")).map(|(mean, var)| (mean, var));
+            a.tensor("input")?.instance_norm(
+                running, a.optional_tensor("weight").as_ref(), a.optional_tensor("bias").as_ref(), a.float("eps")?)
         };
     // Result, mean and reciprocal standard deviation.
-    "native_layer_norm(input, normalized_shape, weight, bias, eps)" => |a| {
-        let (x, eps) = (a.tensor("input")?, a.float("eps")?);
-        let dims = a.sizes("normalized_shape").len();
-        let last: Vec<isize> = (1..=dims as isize).map(|d| -d).collect();
-        let result = x.layer_norm(dims, a.optional_tensor("weight").as_ref(), a.optional_tensor("bias").as_ref(), eps)?;
-        let deviation = x.var(&last, 0.0, true)?.add_scalar(eps)?.rsqrt()?;
-        Ok::<_, Error>((result, x.mean(&last, true)?, deviation))
-    };
-    "native_group_norm(input, weight, bias, N, C, HxW, group, eps)" => |a| {
-        let (x, eps, groups) = (a.tensor("input")?, a.float("eps")?, a.size("group")?);
-        let result = x.group_norm(groups, a.optional_tensor("weight").as_ref(), a.optional_tensor("bias").as_ref(), eps)?;
-        let size = a.size("C")? / groups * a.size("HxW")?;
-        let apart = x.reshape(&[a.int("N")?, groups as isize, size as isize])?;
-        let deviation = apart.var(&[-1], 0.0, false)?.add_scalar(eps)?.rsqrt()?;
-        Ok::<_, Error>((result, apart.mean(&[-1], false)?, deviation))
-    };
+    "native_layer_norm(input, normalized_shape, weight, bias, eps)" => |a| a.tensor("input")?.native_layer_norm(
+        a.sizes("normalized_shape").len(), a.optional_tensor("weight").as_ref(), a.optional_tensor("bias").as_ref(), a.float("eps")?);
+    "native_group_norm(input, weight, bias, N, C, HxW, group, eps)" => |a| a.tensor("input")?.native_group_norm(
+        a.size("group")?, a.optional_tensor("weight").as_ref(), a.optional_tensor("bias").as_ref(), a.float("eps")?);
     "native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)" => |a|
-        batch_norm(a, &a.tensor("input")?, a.flag("training"));
+        batch_norm(a, a.flag("training"));
     "_native_batch_norm_legit(input, weight, bias, running_mean, running_var, training, momentum, eps)" => |a|
-        batch_norm(a, &a.tensor("input")?, a.flag("training"));
+        batch_norm(a, a.flag("training"));
     "_batch_norm_with_update(input, weight, bias, running_mean, running_var, momentum, eps)" => |a| {
         let nothing = DTensor::zeros(0, DType::U8, a.mesh(), a.replicated())?;
-        Ok::<_, Error>((batch_norm(a, &a.tensor("input")?, true)?, nothing))
+        Ok::<_, Error>((batch_norm(a, true)?, nothing))
     };
     "nn.functional.local_response_norm(input, size, alpha=0.0001, beta=0.75, k=1.0)" => |a|
         a.tensor("input")?.local_response_norm(a.size("size")?, a.float("alpha")?, a.float("beta")?, a.float("k")?);
@@ -167,6 +149,14 @@ calls! {
     "nn.functional.max_unpool3d(input, indices, kernel_size, stride=None, padding=0, output_size=None)" => |a| unpool(a, 3);
     "nn.functional.unfold(input, kernel_size, dilation=1, padding=0, stride=1)" => |a| a.tensor("input")?.im2col(
         &a.sizes("kernel_size"), &a.sizes("dilation"), &a.sizes("padding"), &a.sizes("stride"));
+    "nn.functional.fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1)" => |a| a.tensor("input")?.col2im(
+        &a.sizes("output_size"), &a.sizes("kernel_size"), &a.sizes("dilation"), &a.sizes("padding"), &a.sizes("stride"));
+    "nn.functional.lp_pool1d(input, norm_type, kernel_size, stride=None, ceil_mode=False)" => |a|
+        a.tensor("input")?.lp_pool(a.float("norm_type")?, 1, &pool(a));
+    "nn.functional.lp_pool2d(input, norm_type, kernel_size, stride=None, ceil_mode=False)" => |a|
+        a.tensor("input")?.lp_pool(a.float("norm_type")?, 2, &pool(a));
+    "nn.functional.lp_pool3d(input, norm_type, kernel_size, stride=None, ceil_mode=False)" => |a|
+        a.tensor("input")?.lp_pool(a.float("norm_type")?, 3, &pool(a));
 
     // Resampling.
     "nn.functional.interpolate(input, size=None, scale_factor=None, mode='nearest', align_corners=None, recompute_scale_factor=None, antialias=False)" =>
@@ -222,30 +212,32 @@ calls! {
         |a| attention(a);
 }
 
-/// Result, mean and reciprocal standard deviation of a batch normalization; the last two are empty without training.
-fn batch_norm(a: &Arguments<'_>, x: &DTensor, training: bool) -> Result<(DTensor, DTensor, DTensor)> {
-    let (weight, bias) = (a.optional_tensor("weight"), a.optional_tensor("bias"));
+/// A batch normalization with the statistics of the batch or running ones; PyTorch returns no statistics for the latter.
+fn batch_norm(a: &Arguments<'_>, training: bool) -> Result<(DTensor, DTensor, DTensor)> {
+    let (x, weight, bias) = (a.tensor("input")?, a.optional_tensor("weight"), a.optional_tensor("bias"));
     // The form without running statistics has three arguments after the bias.
     let short = a.value("running_mean").is_boolean();
     let eps = a.float(if short { "training" } else { "eps" })?;
-    let training = training || short;
     let empty = || DTensor::zeros(0, x.dtype(), a.mesh(), a.replicated());
     if x.elem_count() == 0 && x.ndim() < 2 {
         return Ok((x.clone(), empty()?, empty()?));
     }
-    if training {
-        let result = x.batch_norm(None, weight.as_ref(), bias.as_ref(), eps)?;
-        let (mean, variance) = x.batch_statistics(0.0)?;
-        return Ok((result, mean, variance.add_scalar(eps)?.rsqrt()?));
+    if training || short {
+        return x.native_batch_norm(weight.as_ref(), bias.as_ref(), eps);
     }
     let (mean, variance) = (a.tensor("running_mean")?, a.tensor("running_var")?);
     let result = x.batch_norm(Some((&mean, &variance)), weight.as_ref(), bias.as_ref(), eps)?;
     Ok((result, empty()?, empty()?))
 }
 
-/// One number per spatial dimension.
-fn each<const N: usize>(list: &[usize]) -> [usize; N] {
-    std::array::from_fn(|i| if list.len() == 1 { list[0] } else { list[i] })
+/// An option of a window: one number, or one per spatial dimension.
+fn per_dim(list: &[usize]) -> PerDim {
+    match *list {
+        [a, b] => [a, b].into(),
+        [a, b, c] => [a, b, c].into(),
+        [one, ..] => one.into(),
+        [] => 0.into(),
+    }
 }
 
 fn conv(a: &Arguments<'_>, spatial: usize) -> Result<DTensor> {
@@ -254,56 +246,30 @@ fn conv(a: &Arguments<'_>, spatial: usize) -> Result<DTensor> {
     let mut padding = a.sizes("padding");
     match a.text("padding").as_deref() {
         Some("same") => {
-            // The padding that keeps the size; an odd one is larger behind.
-            let total = |s: usize| {
-                let size = weight.shape()[2 + s];
-                (if dilation.len() == 1 { dilation[0] } else { dilation[s] }) * (size - 1)
-            };
-            let border: Vec<(usize, usize)> =
-                (0..spatial).rev().map(|s| (total(s) / 2, total(s) - total(s) / 2)).collect();
-            x = x.pad(&border, 0)?;
+            x = x.pad_same(&weight.shape()[2..], per_dim(&dilation))?;
             padding = vec![0];
         }
         Some(_) => padding = vec![0],
         None => {}
     }
-    macro_rules! options {
-        ($n:literal) => {
-            ConvOptions {
-                stride: each::<$n>(&stride),
-                padding: each::<$n>(&padding),
-                dilation: each::<$n>(&dilation),
-                groups,
-            }
-        };
-    }
+    let options =
+        ConvOptions { stride: per_dim(&stride), padding: per_dim(&padding), dilation: per_dim(&dilation), groups };
     match spatial {
-        1 => x.conv1d(&weight, bias.as_ref(), options!(1)),
-        2 => x.conv2d(&weight, bias.as_ref(), options!(2)),
-        _ => x.conv3d(&weight, bias.as_ref(), options!(3)),
+        1 => x.conv1d(&weight, bias.as_ref(), options),
+        2 => x.conv2d(&weight, bias.as_ref(), options),
+        _ => x.conv3d(&weight, bias.as_ref(), options),
     }
 }
 
 fn conv_transpose(a: &Arguments<'_>, spatial: usize) -> Result<DTensor> {
     let (x, weight, bias) = (a.tensor("input")?, a.tensor("weight")?, a.optional_tensor("bias"));
     let [stride, padding, output_padding, dilation] =
-        ["stride", "padding", "output_padding", "dilation"].map(|name| a.sizes(name));
-    let groups = a.size("groups")?;
-    macro_rules! options {
-        ($n:literal) => {
-            ConvTransposeOptions {
-                stride: each::<$n>(&stride),
-                padding: each::<$n>(&padding),
-                output_padding: each::<$n>(&output_padding),
-                dilation: each::<$n>(&dilation),
-                groups,
-            }
-        };
-    }
+        ["stride", "padding", "output_padding", "dilation"].map(|name| per_dim(&a.sizes(name)));
+    let options = ConvTransposeOptions { stride, padding, output_padding, dilation, groups: a.size("groups")? };
     match spatial {
-        1 => x.conv_transpose1d(&weight, bias.as_ref(), options!(1)),
-        2 => x.conv_transpose2d(&weight, bias.as_ref(), options!(2)),
-        _ => x.conv_transpose3d(&weight, bias.as_ref(), options!(3)),
+        1 => x.conv_transpose1d(&weight, bias.as_ref(), options),
+        2 => x.conv_transpose2d(&weight, bias.as_ref(), options),
+        _ => x.conv_transpose3d(&weight, bias.as_ref(), options),
     }
 }
 
@@ -353,16 +319,9 @@ fn fractional(a: &Arguments<'_>, spatial: usize) -> Result<(DTensor, DTensor)> {
 }
 
 fn unpool(a: &Arguments<'_>, spatial: usize) -> Result<DTensor> {
-    let x = a.tensor("input")?;
-    let given = a.sizes("output_size");
-    let one = |list: &[usize], s: usize| if list.len() == 1 { list[0] } else { list[s] };
-    let (kernel, padding) = (a.sizes("kernel_size"), a.sizes("padding"));
-    let stride = if a.has("stride") { a.sizes("stride") } else { kernel.clone() };
-    let sizes: Vec<usize> = match given.len() {
-        0 => {
-            let own = &x.shape()[x.ndim() - spatial..];
-            (0..spatial).map(|s| (own[s] - 1) * one(&stride, s) + one(&kernel, s) - 2 * one(&padding, s)).collect()
-        }
+    let (x, given) = (a.tensor("input")?, a.sizes("output_size"));
+    let sizes = match given.len() {
+        0 => pool(a).unpooled_sizes(&x.shape()[x.ndim() - spatial..]),
         n => given[n - spatial..].to_vec(),
     };
     x.max_unpool(&a.tensor("indices")?, &sizes)
@@ -370,14 +329,7 @@ fn unpool(a: &Arguments<'_>, spatial: usize) -> Result<DTensor> {
 
 fn resize(a: &Arguments<'_>, mode: &str, align_corners: bool) -> Result<DTensor> {
     let x = a.tensor("input")?;
-    let own = &x.shape()[2..];
-    let factors = a.floats("scale_factor");
-    let factor = |s: usize| factors.get(s).or(factors.first()).copied().unwrap_or(1.0);
-    let sizes: Vec<usize> = match a.sizes("size") {
-        given if given.len() == 1 => vec![given[0]; own.len()],
-        given if !given.is_empty() => given,
-        _ => own.iter().enumerate().map(|(s, &n)| (n as f64 * factor(s)).floor() as usize).collect(),
-    };
+    let spatial = x.ndim() - 2;
     let mode = match mode {
         "nearest" => Interpolation::Nearest,
         "nearest-exact" => Interpolation::NearestExact,
@@ -385,10 +337,19 @@ fn resize(a: &Arguments<'_>, mode: &str, align_corners: bool) -> Result<DTensor>
         "area" => Interpolation::Area,
         _ => Interpolation::Linear,
     };
-    // Factors are used for positions unless they are computed anew from the sizes.
-    let kept = !factors.is_empty() && !a.flag("recompute_scale_factor") && !a.has("size");
-    let scale_factor = kept.then(|| (0..own.len()).map(factor).collect());
-    x.interpolate(&sizes, &InterpolateOptions { mode, align_corners, scale_factor })
+    let options = InterpolateOptions { mode, align_corners, scale_factor: None };
+    let of_each = |list: Vec<usize>| if list.len() == 1 { vec![list[0]; spatial] } else { list };
+    let factors = a.floats("scale_factor");
+    let factors = if factors.len() == 1 { vec![factors[0]; spatial] } else { factors };
+    match a.sizes("size") {
+        given if !given.is_empty() => x.interpolate(&of_each(given), &options),
+        // Positions by the sizes instead of the factors.
+        _ if a.flag("recompute_scale_factor") => {
+            let sizes = x.shape()[2..].iter().zip(&factors).map(|(&n, f)| (n as f64 * f).floor() as usize);
+            x.interpolate(&sizes.collect::<Vec<_>>(), &options)
+        }
+        _ => x.interpolate_by(&factors, &options),
+    }
 }
 
 fn numbered_grid(a: &Arguments<'_>) -> Result<DTensor> {
@@ -397,59 +358,28 @@ fn numbered_grid(a: &Arguments<'_>) -> Result<DTensor> {
     a.tensor("input")?.grid_sample(&a.tensor("grid")?, mode, padding, a.flag("align_corners"))
 }
 
-/// Attention with its projections: `[time, n, features]` or `[time, features]`, with the mean weights of all heads.
+/// Attention with its projections. A bool mask of PyTorch masks where it is True, a u8 mask here where it is 0.
 fn attention(a: &Arguments<'_>) -> Result<(DTensor, DTensor)> {
-    let [query, key, value] = ["query", "key", "value"].map(|name| a.tensor(name));
-    let (query, key, value) = (query?, key?, value?);
-    let batched = query.ndim() == 3;
-    let thick = |x: DTensor| if batched { Ok(x) } else { x.unsqueeze(1) };
-    let (query, key, value) = (thick(query)?, thick(key)?, thick(value)?);
-    let (width, heads) = (query.shape()[2], a.size("num_heads")?);
-    let biases = a.optional_tensor("in_proj_bias").map(|b| b.chunk(3, 0)).transpose()?;
     let weights = match a.flag("use_separate_proj_weight") {
         true => vec![a.tensor("q_proj_weight")?, a.tensor("k_proj_weight")?, a.tensor("v_proj_weight")?],
         false => a.tensor("in_proj_weight")?.chunk(3, 0)?,
     };
-    let project = |x: &DTensor, i: usize| x.linear(&weights[i], biases.as_ref().map(|b| &b[i]));
-    let (q, mut k, mut v) = (project(&query, 0)?, project(&key, 1)?, project(&value, 2)?);
-    let mut mask = a.optional_tensor("attn_mask");
-    let mut added = 0;
-    let join = |x: &DTensor, row: &DTensor| {
-        let row = row.reshape(&[1, 1, width as isize])?.expand(&[1, x.shape()[1] as isize, width as isize])?;
-        DTensor::cat(&[x, &row], 0)
+    let biases = a.optional_tensor("in_proj_bias").map(|b| b.chunk(3, 0)).transpose()?;
+    let added = a.optional_tensor("bias_k").zip(a.optional_tensor("bias_v"));
+    let mask = match a.optional_tensor("attn_mask") {
+        Some(mask) if a.is_bool("attn_mask") => Some(mask.logical_not()?),
+        mask => mask,
     };
-    if let (Some(of_k), Some(of_v)) = (a.optional_tensor("bias_k"), a.optional_tensor("bias_v")) {
-        (k, v, added) = (join(&k, &of_k)?, join(&v, &of_v)?, added + 1);
-    }
-    if a.flag("add_zero_attn") {
-        let zeros = DTensor::zeros(width, q.dtype(), a.mesh(), a.replicated())?;
-        (k, v, added) = (join(&k, &zeros)?, join(&v, &zeros)?, added + 1);
-    }
-    if added > 0 {
-        mask = mask.map(|m| m.pad(&[(0, added)], 0)).transpose()?;
-    }
-    // [time, n, heads * size] to [n, heads, time, size]
-    let apart = |x: &DTensor| x.unflatten(2, &[heads as isize, -1])?.permute(&[1, 2, 0, 3]);
-    let (q, k, v) = (apart(&q)?, apart(&k)?, apart(&v)?);
-    let scale = (width as f64 / heads as f64).sqrt().recip();
-    let mut scores = q.mul_scalar(scale)?.matmul(&k.transpose(-2, -1)?)?;
-    if let Some(mask) = mask {
-        // One mask for all, or one per row and head.
-        let mask = match mask.ndim() {
-            3 if mask.shape()[0] > 1 => mask.unflatten(0, &[-1, heads as isize])?,
-            _ => mask,
-        };
-        scores = match a.is_bool("attn_mask") {
-            true => mask.where_cond(f64::NEG_INFINITY, &scores)?,
-            false => scores.add(&mask)?,
-        };
-    }
-    let probabilities = scores.softmax(-1)?;
-    let joined = probabilities.matmul(&v)?.permute(&[2, 0, 1, 3])?.flatten(2, 3)?;
-    let output = joined.linear(&a.tensor("out_proj_weight")?, a.optional_tensor("out_proj_bias").as_ref())?;
-    let mean = probabilities.mean(&[1], false)?;
-    match batched {
-        true => Ok((output, mean)),
-        false => Ok((output.squeeze(Some(1))?, mean.squeeze(Some(0))?)),
-    }
+    let (out_proj_weight, out_proj_bias) = (a.tensor("out_proj_weight")?, a.optional_tensor("out_proj_bias"));
+    let options = MultiHeadOptions {
+        num_heads: a.size("num_heads")?,
+        in_proj_weight: [&weights[0], &weights[1], &weights[2]],
+        in_proj_bias: biases.as_ref().map(|b| [&b[0], &b[1], &b[2]]),
+        out_proj_weight: &out_proj_weight,
+        out_proj_bias: out_proj_bias.as_ref(),
+        bias_kv: added.as_ref().map(|(k, v)| [k, v]),
+        add_zero_attn: a.flag("add_zero_attn"),
+        attn_mask: mask.as_ref(),
+    };
+    a.tensor("query")?.multi_head_attention_forward(&a.tensor("key")?, &a.tensor("value")?, &options)
 }

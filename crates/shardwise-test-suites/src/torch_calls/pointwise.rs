@@ -220,6 +220,12 @@ fn both_bool(a: &Arguments<'_>) -> bool {
 
 /// The first operand. A bool beside a number that is not one becomes i64 first, as PyTorch promotes it.
 fn left(a: &Arguments<'_>) -> Result<DTensor> {
+    if !a.is_tensor("input") {
+        return match a.operand("other")? {
+            OperandArgument::Tensor(other) => a.as_tensor("input", &other),
+            OperandArgument::Number(_) => a.number_tensor("input"),
+        };
+    }
     let number = !a.is_tensor("other") && !a.is_bool("other");
     if number { a.tensor_beyond_bool("input") } else { a.tensor("input") }
 }

@@ -50,8 +50,11 @@ calls! {
     "msort(input)" => |a| Ok::<_, Error>(a.tensor("input")?.sort(0, false)?.0);
 
     // Scans.
-    "cumsum(input, dim, *, dtype=None)" => |a| a.converted(&a.tensor("input")?, "dtype")?.cumsum(a.int("dim")?);
-    "cumprod(input, dim, *, dtype=None)" => |a| a.converted(&a.tensor("input")?, "dtype")?.cumprod(a.int("dim")?);
+    // A scan of integers is i64 unless a type is given.
+    "cumsum(input, dim, *, dtype=None)" => |a|
+        a.converted(&a.converted(&a.tensor("input")?, "dtype")?.cumsum(a.int("dim")?)?, "dtype");
+    "cumprod(input, dim, *, dtype=None)" => |a|
+        a.converted(&a.converted(&a.tensor("input")?, "dtype")?.cumprod(a.int("dim")?)?, "dtype");
     "cummax(input, dim)" => |a| a.tensor("input")?.cummax(a.int("dim")?);
     "cummin(input, dim)" => |a| a.tensor("input")?.cummin(a.int("dim")?);
 

@@ -1,6 +1,6 @@
 //! Shapes: views, slices, joins, permutations.
 
-use shardwise::ops::PadMode;
+use shardwise::ops::{PadMode, broadcast_shapes};
 use shardwise::prelude::*;
 use shardwise::tensor::Number;
 
@@ -136,47 +136,17 @@ calls! {
         };
         a.tensor("input")?.pad_with(&borders(&a.ints("pad")), mode)
     };
-    "nn.functional.pixel_shuffle(input, upscale_factor)" => |a| {
-        let (x, r) = (a.tensor("input")?, a.int("upscale_factor")?);
-        let n = x.ndim() as isize;
-        // [.., c * r * r, h, w] to [.., c, h * r, w * r]
-        let apart = x.unflatten(-3, &[x.shape()[x.ndim() - 3] as isize / (r * r), r, r])?;
-        apart.movedims(&[n - 2, n - 1], &[n - 1, n + 1])?.flatten(n, n + 1)?.flatten(n - 2, n - 1)
-    };
-    "nn.functional.pixel_unshuffle(input, downscale_factor)" => |a| {
-        let (x, r) = (a.tensor("input")?, a.int("downscale_factor")?);
-        let n = x.ndim() as isize;
-        let (h, w) = (x.shape()[x.ndim() - 2] as isize, x.shape()[x.ndim() - 1] as isize);
-        // [.., c, h * r, w * r] to [.., c * r * r, h, w]
-        let apart = x.unflatten(-1, &[w / r, r])?.unflatten(-3, &[h / r, r])?;
-        apart.movedims(&[n - 1, n + 1], &[n - 2, n - 1])?.flatten(n - 3, n - 1)
-    };
-    "nn.functional.channel_shuffle(input, groups)" => |a| {
-        let (x, groups) = (a.tensor("input")?, a.int("groups")?);
-        x.unflatten(1, &[groups, x.shape()[1] as isize / groups])?.transpose(1, 2)?.flatten(1, 2)
-    };
+    "nn.functional.pixel_shuffle(input, upscale_factor)" => |a| a.tensor("input")?.pixel_shuffle(a.size("upscale_factor")?);
+    "nn.functional.pixel_unshuffle(input, downscale_factor)" => |a|
+        a.tensor("input")?.pixel_unshuffle(a.size("downscale_factor")?);
+    "nn.functional.channel_shuffle(input, groups)" => |a| a.tensor("input")?.channel_shuffle(a.size("groups")?);
     "broadcast_shapes(*shapes)" => |a| {
-        let shapes: Vec<Vec<usize>> = a.shapes();
-        let zeros = shapes.iter().map(|s| DTensor::zeros(s.as_slice(), DType::U8, a.mesh(), a.replicated()));
-        let zeros = zeros.collect::<Result<Vec<_>>>()?;
-        let all = DTensor::broadcast_tensors(&zeros.iter().collect::<Vec<_>>())?;
-        Ok::<_, Error>(all[0].shape().iter().map(|&n| n as f64).collect::<Vec<f64>>())
+        let shapes = a.shapes();
+        let shape = broadcast_shapes(&shapes.iter().map(Vec::as_slice).collect::<Vec<_>>())?;
+        Ok::<_, Error>(shape.iter().map(|&n| n as f64).collect::<Vec<f64>>())
     };
-    "_chunk_cat(tensors, dim, num_chunks)" => |a| {
-        let (dim, chunks) = (a.int("dim")?, a.size("num_chunks")?);
-        let flat = |x: &DTensor| -> Result<DTensor> {
-            // Padded to whole chunks, one chunk per row of the dimension.
-            let at = if dim < 0 { dim + x.ndim() as isize } else { dim };
-            let n = x.shape()[at as usize];
-            let size = n.div_ceil(chunks);
-            let border = [vec![(0, 0); x.ndim() - 1 - at as usize], vec![(0, size * chunks - n)]].concat();
-            let lead = x.shape()[..at as usize].to_vec();
-            let rest = size * x.shape()[at as usize + 1..].iter().product::<usize>();
-            x.pad(&border, 0)?.reshape(&[signed(&lead), vec![chunks as isize, rest as isize]].concat())
-        };
-        let rows = a.tensors("tensors")?.iter().map(flat).collect::<Result<Vec<_>>>()?;
-        DTensor::cat(&rows.iter().collect::<Vec<_>>(), -1)
-    };
+    "_chunk_cat(tensors, dim, num_chunks)" => |a|
+        DTensor::chunk_cat(&a.tensors("tensors")?.iter().collect::<Vec<_>>(), a.int("dim")?, a.size("num_chunks")?);
 }
 
 /// Sizes as the signed numbers that `reshape` and `expand` take.

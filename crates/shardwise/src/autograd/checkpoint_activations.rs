@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
+use candle_core::DType;
+
 use super::{Replayed, backward_pass, first_derivative_only};
 use crate::error::{Error, ErrorKind, Result};
+use crate::op::{autocast_dtype, with_autocast};
 use crate::random::{Generator, GeneratorState};
 use crate::rank_context::rank_context;
 use crate::tensor::{
@@ -62,7 +65,7 @@ pub fn checkpoint_activations(
     let outputs = outputs.iter().map(DTensor::detach).collect();
     let all: Vec<&DTensor> = std::iter::once(&anchor).chain(inputs.iter().copied()).collect();
     Ok(DTensor::recorded(outputs, &all, SaveForBackward::Inputs, || {
-        Box::new(CheckpointBackward { f: Arc::new(f), draws })
+        Box::new(CheckpointBackward { f: Arc::new(f), draws, autocast: autocast_dtype() })
     }))
 }
 
@@ -71,11 +74,17 @@ struct CheckpointBackward<F> {
     f: Arc<F>,
     /// Per input the state of the generator of its mesh before the first run.
     draws: Vec<GeneratorState>,
+    /// The scope of [`autocast`](crate::autocast) of the first run.
+    autocast: Option<DType>,
 }
 
 impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for CheckpointBackward<F> {
     fn name(&self) -> &'static str {
         "checkpoint"
+    }
+
+    fn recomputes(&self) -> bool {
+        true
     }
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
@@ -89,11 +98,12 @@ impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Check
             if saved.needs_input_grad(i) { saved.input(i).detach().requires_grad() } else { saved.input(i).detach() }
         };
         let inputs: Vec<DTensor> = (1..saved.num_inputs()).map(leaf).collect();
-        let outputs = in_gradient(false, || with_recording(true, || (self.f)(&inputs)));
+        let again = || with_recording(true, || (self.f)(&inputs));
+        let outputs = in_gradient(false, || with_autocast(self.autocast, again));
         generators.iter().zip(now).for_each(|(g, now)| g.set_state(now));
         let outputs = outputs?;
         let seeds = outputs.iter().zip(gradients).filter_map(|(y, g)| Some((y.tape()?.clone(), g.clone()?)));
-        let mut found = backward_pass(seeds.collect(), first, false)?;
+        let mut found = backward_pass(seeds.collect(), first, false, None)?;
         let of_inputs =
             inputs.iter().map(|x| x.tape().and_then(|t| found.leaves.remove(&t.node.number)).map(|(_, g)| g));
         let of_inputs: Vec<Option<DTensor>> = std::iter::once(None).chain(of_inputs).collect();

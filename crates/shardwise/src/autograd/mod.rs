@@ -1,21 +1,33 @@
 //! Reverse-mode automatic differentiation of distributed tensors: gradients are computed by distributed operators, too.
 
 mod bucket;
+mod gradients;
 mod checkpoint_activations;
+mod jvp;
 mod local_map;
 
 pub use checkpoint_activations::checkpoint_activations;
+pub use gradients::Gradients;
+pub use jvp::jvp;
 pub use local_map::local_map;
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::panic::Location;
+use std::sync::{Arc, LazyLock};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::comm::Phase;
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
+use crate::module_scope::{in_module, in_phase, with_reason};
 use crate::placement::{Placement, ReduceOp};
-use crate::rank_context::rank_context;
+use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::{DTensor, Recording, SavedTensors, Tape, TapeNode, in_gradient, is_recording, with_recording};
+
+/// Why the gradient of a leaf is moved during a backward pass, for the trace.
+static SHARDED_LIKE_LEAF: LazyLock<Arc<str>> = LazyLock::new(|| {
+    "the last use of a sharded parameter has contributed to its gradient, which is sharded like it from here on".into()
+});
 
 /// Options of a backward pass; see [`DTensor::backward_options`].
 #[derive(Clone, Copy, Default)]
@@ -27,22 +39,45 @@ pub struct BackwardOptions<'a> {
     pub retain_graph: bool,
     /// Records the backward pass itself, so that gradients can be differentiated again. Implies `retain_graph`.
     pub create_graph: bool,
+    /// Leaves the gradients of sharded leaves as partial sums, as PyTorch's `no_sync` does, instead of reduce-scattering each
+    /// when it is complete. [`Gradients::accumulate`] adds such gradients of several micro-batches without communication, and
+    /// [`Gradients::in_param_layout`] reduces their sum once. Until then every rank holds gradients of the full size.
+    ///
+    /// ```
+    /// use shardwise::BackwardOptions;
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let w = DTensor::ones((4, 3), DType::F32, &mesh, [Shard(0)])?.requires_grad();
+    ///     let x = DTensor::ones((8, 4), DType::F32, &mesh, [Shard(0)])?;
+    ///     let no_sync = BackwardOptions { defer_reduction: true, ..Default::default() };
+    ///     let first = x.matmul(&w)?.sum_all()?.backward_options(no_sync)?;
+    ///     let second = x.matmul(&w)?.sum_all()?.backward_options(no_sync)?;
+    ///     let sum = first.accumulate(second)?;
+    ///     assert_eq!(sum.get(&w)?.placements(), [Partial(ReduceOp::Sum)]);
+    ///     let sum = sum.in_param_layout()?; // one reduce_scatter
+    ///     assert_eq!(sum.get(&w)?.full_tensor()?.to_vec2::<f32>()?[3], [16.0; 3]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "no_sync")]
+    #[doc(alias = "set_requires_gradient_sync")]
+    pub defer_reduction: bool,
+    /// Called with the gradient of each leaf, as soon as nothing can be added to it any more; what it returns is kept. It gets
+    /// [`Gradients`] with one entry, in the order in which all ranks complete them, so it may communicate. A function that
+    /// takes the gradient and returns an empty [`Gradients`] keeps the memory of all other gradients free: an optimizer that
+    /// steps in the backward pass ([`ShardedOptimizer::step_in_backward`](crate::ShardedOptimizer::step_in_backward)).
+    ///
+    /// With [`checkpoint_activations`], gradients are complete when the last recomputed call has been passed.
+    #[doc(alias = "register_post_accumulate_grad_hook")]
+    #[doc(alias = "register_hook")]
+    pub on_gradient: Option<GradientHook<'a>>,
 }
 
-/// The gradients of the leaves that a result depends on, as [`DTensor::backward`] returns them.
-///
-/// Unlike PyTorch's they are not stored in the leaves. A gradient has the layout that the operators gave it, often a partial sum
-/// (`Partial(Sum)`), which is reduced once, when it is needed: [`in_param_layout`](Self::in_param_layout) does so for all.
-pub struct Gradients {
-    /// By number of the leaf, so that all ranks iterate in the same order.
-    leaves: BTreeMap<u64, (Arc<TapeNode>, DTensor)>,
-}
-
-impl std::fmt::Debug for Gradients {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_list().entries(self.leaves.values().map(|(_, gradient)| gradient.layout().to_string())).finish()
-    }
-}
+/// A function of the gradient of one leaf; see [`BackwardOptions::on_gradient`].
+pub type GradientHook<'a> = &'a dyn Fn(Gradients) -> Result<Gradients>;
 
 impl DTensor {
     /// Computes the gradients of this tensor, which must have one element, with respect to every leaf that it depends on (see
@@ -69,7 +104,7 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the tensor has more than one element, depends on no leaf, or its graph was freed.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the tensor has more than one element, depends on no leaf, or its graph was freed.
     #[track_caller]
     pub fn backward(&self) -> Result<Gradients> {
         self.backward_options(BackwardOptions::default())
@@ -126,7 +161,9 @@ impl DTensor {
         };
         let tape = self.taped()?.clone();
         let keep = options.retain_graph || options.create_graph;
-        let found = with_recording(options.create_graph, || backward_pass(vec![(tape, cotangent)], 0, keep))?;
+        let pass = || backward_pass(vec![(tape, cotangent)], 0, keep, options.on_gradient);
+        let pass = || with_recording(options.create_graph, pass);
+        let found = in_phase(Phase::Backward, || deferring_reductions(options.defer_reduction, pass))?;
         Ok(Gradients { leaves: found.leaves })
     }
 
@@ -155,114 +192,6 @@ impl DTensor {
         }
         let whole = vec![Placement::Replicate; self.placements().len()];
         DTensor::full(1.0, (self.shape(), self.dtype()), self.device_mesh(), whole)
-    }
-}
-
-impl Gradients {
-    /// Returns the gradient of a leaf, which must be the tensor that `requires_grad` returned or a clone of it. Local.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the tensor is not a leaf, or the result does not depend on it.
-    pub fn get(&self, leaf: &DTensor) -> Result<&DTensor> {
-        let tape = leaf.tape().ok_or_else(|| {
-            let fix = "keep the tensor that requires_grad() returned";
-            ErrorKind::Gradient.error::<Error>("leaf", leaf.layout(), "a tensor that requires a gradient", fix)
-        })?;
-        self.leaves.get(&tape.node.number).map(|(_, gradient)| gradient).ok_or_else(|| {
-            let needed = "a leaf that the result depends on";
-            ErrorKind::Gradient.error("leaf", leaf.layout(), needed, "check that the leaf, not a copy, was used")
-        })
-    }
-
-    /// Number of leaves that have a gradient.
-    pub fn len(&self) -> usize {
-        self.leaves.len()
-    }
-
-    /// Whether no leaf has a gradient.
-    pub fn is_empty(&self) -> bool {
-        self.leaves.is_empty()
-    }
-
-    /// Iterates over the gradients, in an order that is the same on all ranks.
-    pub fn iter(&self) -> impl Iterator<Item = &DTensor> {
-        self.leaves.values().map(|(_, gradient)| gradient)
-    }
-
-    /// Replaces every gradient by a function of it, called in the same order on all ranks. The shape must stay the same.
-    pub fn map(mut self, mut function: impl FnMut(&DTensor) -> Result<DTensor>) -> Result<Gradients> {
-        for (node, gradient) in self.leaves.values_mut() {
-            let new = function(gradient)?;
-            if new.shape() != node.layout(0).shape() {
-                let (found, needed) = (format!("shape {:?}", new.shape()), format!("{:?}", node.layout(0).shape()));
-                return Err(ErrorKind::shape(new.shape()).error(
-                    "gradient",
-                    found,
-                    needed,
-                    "keep the shape of the leaf",
-                ));
-            }
-            *gradient = new;
-        }
-        Ok(self)
-    }
-
-    /// Splits into the gradients of some leaves and all remaining ones. Local.
-    pub fn split(mut self, leaves: &[DTensor]) -> (Gradients, Gradients) {
-        let mut chosen = BTreeMap::new();
-        for tape in leaves.iter().filter_map(DTensor::tape) {
-            chosen.extend(self.leaves.remove_entry(&tape.node.number));
-        }
-        (Gradients { leaves: chosen }, self)
-    }
-
-    /// Removes and returns the gradient of a leaf, if it has one.
-    pub(crate) fn take(&mut self, leaf: &DTensor) -> Option<DTensor> {
-        self.leaves.remove(&leaf.tape()?.node.number).map(|(_, gradient)| gradient)
-    }
-
-    /// Adds the gradients of another backward pass, for gradient accumulation over micro-batches. Partial sums are added without
-    /// being reduced.
-    #[track_caller]
-    pub fn accumulate(mut self, other: Gradients) -> Result<Gradients> {
-        for (number, (node, gradient)) in other.leaves {
-            let sum = match self.leaves.remove(&number) {
-                Some((_, so_far)) => so_far.plus(gradient)?,
-                None => gradient,
-            };
-            self.leaves.insert(number, (node, sum));
-        }
-        Ok(self)
-    }
-
-    /// Multiplies all gradients by a number. Local.
-    #[track_caller]
-    pub fn scale(mut self, factor: f64) -> Result<Gradients> {
-        for (_, gradient) in self.leaves.values_mut() {
-            *gradient = gradient.mul_scalar(factor)?;
-        }
-        Ok(self)
-    }
-
-    /// Brings every gradient into the layout of its leaf: partial sums are all-reduced for replicated leaves and
-    /// reduce-scattered for sharded ones.
-    ///
-    /// Collective: every rank of the mesh must call it. Gradients with the same reduction share a collective, in buckets of up to
-    /// 25 MiB as in PyTorch's DDP. Gradients of a recorded pass ([`backward_graph`](DTensor::backward_graph)) are moved one by one,
-    /// because a bucket has no backward pass.
-    #[doc(alias = "reduce_scatter_grads")]
-    #[track_caller]
-    pub fn in_param_layout(self) -> Result<Gradients> {
-        let site = std::panic::Location::caller();
-        let wanted: Vec<(DTensor, Layout)> =
-            self.leaves.values().map(|(node, g)| (g.clone(), node.layout(0).reduced())).collect();
-        // A bucket cannot be differentiated, so gradients that are part of a graph are moved one by one.
-        let moved = match is_recording() && wanted.iter().any(|(g, _)| g.has_gradient()) {
-            true => wanted.iter().map(|(g, layout)| g.to_layout_at(layout, site)).collect::<Result<Vec<_>>>()?,
-            false => bucket::to_layouts(&wanted, site)?.iter().map(DTensor::detach).collect(),
-        };
-        let leaves = self.leaves.into_iter().zip(moved).map(|((number, (node, _)), g)| (number, (node, g)));
-        Ok(Gradients { leaves: leaves.collect() })
     }
 }
 
@@ -304,10 +233,16 @@ fn finished_leaves(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Ve
     leaves
 }
 
-/// Counts how often each leaf is used by the calls that a pass goes through. An error if one of these calls was freed: it is
-/// detected here, before anything is communicated.
-fn count_uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usize>> {
-    let mut uses = BTreeMap::new();
+/// Runs `body` with reductions of the gradients of sharded leaves deferred, in passes through recomputed calls, too.
+fn deferring_reductions<R>(on: bool, body: impl FnOnce() -> R) -> R {
+    let enter = |context: &RankContext| context.is_reduction_deferred.replace(on);
+    in_scope(enter, |context, before| context.is_reduction_deferred.set(before), body)
+}
+
+/// Counts how often each leaf is used by the calls that a pass goes through, and the calls that recompute. An error if one of
+/// these calls was freed: it is detected here, before anything is communicated.
+fn count_uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<(BTreeMap<u64, usize>, usize)> {
+    let (mut uses, mut recomputing) = (BTreeMap::new(), 0);
     let mut seen = BTreeSet::new();
     let mut open: Vec<Arc<TapeNode>> = seeds.iter().map(|(tape, _)| Arc::clone(&tape.node)).collect();
     while let Some(node) = open.pop() {
@@ -315,6 +250,7 @@ fn count_uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usi
             continue;
         }
         let Some(recording) = node.recording()? else { continue };
+        recomputing += usize::from(recording.backward.recomputes());
         for parent in recording.parents.iter().flatten() {
             match parent.node.is_leaf() {
                 true => *uses.entry(parent.node.number).or_default() += 1,
@@ -322,7 +258,7 @@ fn count_uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usi
             }
         }
     }
-    Ok(uses)
+    Ok((uses, recomputing))
 }
 
 /// Shards a complete gradient like its leaf, so that no rank keeps a whole gradient of a sharded leaf. On mesh axes that shard
@@ -330,9 +266,10 @@ fn count_uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usi
 fn shard_like_leaf(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
     let own = gradient.layout().clone();
     let sum = Placement::Partial(ReduceOp::Sum);
+    let reduces = !rank_context(|context| context.is_reduction_deferred.get());
     let should_shard = |axis: usize| {
         let now = &own.placements()[axis];
-        leaf.placements()[axis].is_shard(None) && (*now == sum || now.is_replicate())
+        leaf.placements()[axis].is_shard(None) && (reduces && *now == sum || now.is_replicate())
     };
     let axes: Vec<usize> = (0..own.mesh().ndim()).filter(|&axis| should_shard(axis)).collect();
     if axes.is_empty() {
@@ -352,8 +289,13 @@ fn shard_like_leaf(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
 
 /// Runs a backward pass from `seeds`, later calls first, so that all uses of an output have contributed when its call is reached.
 /// Stops at calls before number `first`. Frees every call it has passed, unless `keep` is set.
-fn backward_pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<PassResult> {
-    let mut uses = count_uses(&seeds, first)?;
+fn backward_pass(
+    seeds: Vec<(Tape, DTensor)>,
+    first: u64,
+    keep: bool,
+    hook: Option<GradientHook<'_>>,
+) -> Result<PassResult> {
+    let (mut uses, mut recomputing) = count_uses(&seeds, first)?;
     let mut open = OpenCalls::new();
     let mut found = PassResult { leaves: BTreeMap::new(), earlier: Vec::new() };
     let mut arrived = seeds;
@@ -368,12 +310,15 @@ fn backward_pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<
         }
         let Some(recording) = node.recording()? else {
             let gradient = gradients.swap_remove(0).expect("something arrived");
-            found.leaves.insert(number, (node, gradient));
+            found.leaves.append(&mut hooked(hook, node, gradient)?);
             continue;
         };
         let sums = take_sums(&recording, &mut open);
         let saved = SavedTensors { node: &node, recording: &recording, sums: RefCell::new(sums) };
-        let inputs = in_gradient(true, || recording.backward.run(&saved, &gradients))?;
+        let module = recording.module.clone();
+        let inputs = in_module(module.clone(), Location::caller(), || {
+            in_gradient(true, || recording.backward.run(&saved, &gradients))
+        })?;
         debug_assert_eq!(inputs.len(), recording.parents.len(), "{}", recording.backward.name());
         // Sums that were not added to a gradient come before it.
         for (parent, sum) in recording.parents.iter().zip(saved.sums.take()) {
@@ -386,13 +331,22 @@ fn backward_pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<
             }
         }
         let done = finished_leaves(&recording, &mut uses);
+        recomputing -= usize::from(recording.backward.recomputes());
         if !keep {
             node.free();
         }
         // Dropped before the next call allocates, to lower peak memory.
         drop((recording, gradients));
         for leaf in done {
-            complete_leaf(leaf, &mut open, &mut arrived)?;
+            let complete = || complete_leaf(&leaf, &mut open, &mut arrived);
+            let Some(gradient) = in_module(module.clone(), Location::caller(), complete)? else { continue };
+            // A call that recomputes may yet contribute to any leaf.
+            if hook.is_some() && recomputing == 0 {
+                open.remove(&leaf.number);
+                found.leaves.append(&mut hooked(hook, leaf, gradient)?);
+            } else {
+                arrived.push((Tape { node: leaf, output: 0 }, gradient));
+            }
         }
         arrived.append(&mut rank_context(|context| context.replayed_gradients.replace(Replayed::new())));
     }
@@ -413,6 +367,7 @@ fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()
         let new = || (Arc::clone(&tape.node), vec![None; tape.node.outputs()]);
         let (_, gradients) = open.entry(tape.node.number).or_insert_with(new);
         let slot = &mut gradients[tape.output];
+        let gradient = gradients::accumulated(gradient, &tape.node)?;
         *slot = Some(match slot.take() {
             Some(sum) => sum.plus(gradient)?,
             None => gradient,
@@ -423,14 +378,31 @@ fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()
 
 /// Completes the gradient of a leaf to which its last use has contributed: adds the contributions, those in `open` and the new ones
 /// in `arrived`, and shards the sum like the leaf.
-fn complete_leaf(leaf: Arc<TapeNode>, open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
-    let is_own = |(tape, _): &mut (Tape, DTensor)| Arc::ptr_eq(&tape.node, &leaf);
+fn complete_leaf(
+    leaf: &Arc<TapeNode>,
+    open: &mut OpenCalls,
+    arrived: &mut Vec<(Tape, DTensor)>,
+) -> Result<Option<DTensor>> {
+    let is_own = |(tape, _): &mut (Tape, DTensor)| Arc::ptr_eq(&tape.node, leaf);
     let own: Vec<DTensor> = arrived.extract_if(.., is_own).map(|(_, gradient)| gradient).collect();
     let before = open.get_mut(&leaf.number).and_then(|(_, gradients)| gradients[0].take());
-    let Some(sum) = before.into_iter().chain(own).map(Ok).reduce(|a, b| a?.plus(b?)).transpose()? else {
-        return Ok(());
+    let own = own.into_iter().map(|gradient| gradients::accumulated(gradient, leaf));
+    let Some(sum) = before.into_iter().map(Ok).chain(own).reduce(|a, b| a?.plus(b?)).transpose()? else {
+        return Ok(None);
     };
-    let gradient = shard_like_leaf(sum, leaf.layout(0))?;
-    arrived.push((Tape { node: leaf, output: 0 }, gradient));
-    Ok(())
+    let gradient = with_reason(&SHARDED_LIKE_LEAF, || shard_like_leaf(sum, leaf.layout(0)))?;
+    gradients::rounded(gradient, leaf).map(Some)
+}
+
+/// What is kept of the complete gradient of a leaf: all of it, or what the hook returns.
+fn hooked(
+    hook: Option<GradientHook<'_>>,
+    leaf: Arc<TapeNode>,
+    gradient: DTensor,
+) -> Result<BTreeMap<u64, (Arc<TapeNode>, DTensor)>> {
+    let one = BTreeMap::from([(leaf.number, (leaf, gradient))]);
+    match hook {
+        None => Ok(one),
+        Some(hook) => Ok(hook(Gradients { leaves: one })?.leaves),
+    }
 }

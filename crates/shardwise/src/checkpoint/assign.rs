@@ -1,4 +1,5 @@
-//! Which rank writes which box: each box once, by one of the ranks that hold it, with the bytes balanced. Pure arithmetic.
+//! Which rank writes or reads which box: each once, by one of the ranks that hold or need it, with the bytes balanced. Pure
+//! arithmetic.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -35,19 +36,26 @@ pub(super) fn write_tasks(
     tasks
 }
 
-/// The rank that writes each task: largest task first, each to the holder with the fewest bytes so far. Deterministic, so
-/// every rank computes the same assignment without communication.
+/// The rank that writes each task.
 pub(super) fn assign_writers(tasks: &[WriteTask]) -> Vec<usize> {
+    assign_balanced(tasks.iter().map(|task| (task.bytes, task.holders.as_slice())))
+}
+
+/// Gives each task, of a number of bytes, to one of the ranks that can do it: largest task first, each to the rank with the fewest
+/// bytes so far. Deterministic, so every rank computes the same assignment without communication.
+pub(super) fn assign_balanced<'a>(tasks: impl Iterator<Item = (usize, &'a [usize])>) -> Vec<usize> {
+    let tasks: Vec<(usize, &[usize])> = tasks.collect();
     let mut order: Vec<usize> = (0..tasks.len()).collect();
-    order.sort_by_key(|&i| (std::cmp::Reverse(tasks[i].bytes), i));
+    order.sort_by_key(|&i| (std::cmp::Reverse(tasks[i].0), i));
     let mut load: BTreeMap<usize, usize> = BTreeMap::new();
-    let mut writers = vec![0; tasks.len()];
+    let mut assigned = vec![0; tasks.len()];
     for i in order {
-        let least = tasks[i].holders.iter().min_by_key(|&&rank| (load.get(&rank).copied().unwrap_or(0), rank));
-        writers[i] = *least.expect("every box has a holder");
-        *load.entry(writers[i]).or_default() += tasks[i].bytes;
+        let (bytes, ranks) = tasks[i];
+        let least = ranks.iter().min_by_key(|&&rank| (load.get(&rank).copied().unwrap_or(0), rank));
+        assigned[i] = *least.expect("every task has a rank that can do it");
+        *load.entry(assigned[i]).or_default() += bytes;
     }
-    writers
+    assigned
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::element::ElementType;
 use crate::error::{Error, ErrorKind, Result};
-use shardwise_kernels::bytes_of;
+use shardwise_kernels::{bytes_of, convert};
 
 /// Converts elements from one type to another. Integers convert to integers with wrapping; conversions to and from floats
 /// round to the nearest.
@@ -16,12 +16,12 @@ pub(super) fn convert_elements(bytes: &[u8], from: ElementType, to: ElementType)
     }
     let numbers = to_tensor(bytes, from)?;
     let dtype = to.dtype().ok_or_else(|| {
-        let fix = "choose f64, f32, f16, bf16, i64, i32, i16, u32, u8 or bool";
+        let fix = "choose f64, f32, f16, bf16, f8_e4m3, i64, i32, i16, u32, u8 or bool";
         ErrorKind::Unsupported.error::<Error>("conversion", format!("{from} to {to}"), "a type with a dtype", fix)
     })?;
     let numbers = match to {
         ElementType::Bool => numbers.ne(&numbers.zeros_like()?)?,
-        _ => numbers.to_dtype(dtype)?,
+        _ => convert(&numbers, dtype)?,
     };
     Ok(Cow::Owned(bytes_of(&numbers)?))
 }

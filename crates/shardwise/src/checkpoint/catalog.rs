@@ -30,6 +30,14 @@ pub struct Catalog {
     pub values: BTreeMap<String, Value>,
     /// The path of each flat key in the nested state; a key that is absent here is a path of one name.
     pub paths: BTreeMap<String, Vec<Key>>,
+    /// Entries that are present and cannot be read, by flat key, with the reason: instances of Python classes, sets, integers
+    /// beyond 64 bits, tensors of unknown types. They do not hinder other entries; loading one is an error with the reason.
+    pub unreadable: BTreeMap<String, String>,
+    /// Version of the format, if the checkpoint states one.
+    pub version: Option<String>,
+    /// Identifier of the save that wrote the checkpoint, if it has one. Two saves of the same state have different ones.
+    #[doc(alias = "StorageMeta")]
+    pub save_id: Option<String>,
     /// The files, opened together with the checkpoint.
     pub(super) files: Arc<Files>,
 }
@@ -37,14 +45,15 @@ pub struct Catalog {
 impl Catalog {
     /// A catalog of contents that have been validated.
     pub(super) fn new(format: Format, contents: Contents, files: Arc<Files>) -> Self {
-        let Contents { tensors, values, paths } = contents;
-        Catalog { format, directory: files.directory().to_path_buf(), tensors, values, paths, files }
+        let Contents { tensors, values, paths, unreadable, version, save_id } = contents;
+        let directory = files.directory().to_path_buf();
+        Catalog { format, directory, tensors, values, paths, unreadable, version, save_id, files }
     }
 
     /// A hash of the metadata, equal on all ranks that opened the same checkpoint.
     pub(super) fn fingerprint(&self) -> Result<u64> {
         let mut hash = Fnv::default();
-        let all = (self.format, &self.tensors, &self.values, &self.paths);
+        let all = (self.format, &self.tensors, &self.values, &self.paths, &self.save_id);
         serde_json::to_writer(&mut hash, &all).map_err(Error::other)?;
         Ok(hash.finish())
     }
@@ -125,6 +134,9 @@ impl Catalog {
         // `unflatten` needs list positions in ascending order.
         leaves.sort_by(|a, b| a.0.cmp(&b.0));
         State::unflatten(leaves).value(path).map_err(|_| {
+            if let Some(reason) = self.unreadable.get(path) {
+                return cannot_read(path, reason);
+            }
             let found = match self.values.is_empty() {
                 true => "no values".to_string(),
                 false => format!("{} as the nearest names", nearest(path, self.values.keys())),
@@ -145,6 +157,9 @@ impl Catalog {
     #[doc(alias = "MetadataIndex")]
     pub fn tensor(&self, key: &str) -> Result<&StoredTensor> {
         self.tensors.get(key).ok_or_else(|| {
+            if let Some(reason) = self.unreadable.get(key) {
+                return cannot_read(key, reason);
+            }
             let near = nearest(key, self.tensors.keys());
             let found = if near.is_empty() { "no tensors".to_string() } else { format!("{near} as the nearest names") };
             ErrorKind::unknown(key).error(
@@ -155,4 +170,11 @@ impl Catalog {
             )
         })
     }
+}
+
+/// The error for an entry that is present and cannot be read.
+fn cannot_read(key: &str, reason: &str) -> Error {
+    let found = format!("entry {key:?}, which is {reason}");
+    let fix = "leave it out of the load, or save it with PyTorch as tensors and plain values";
+    ErrorKind::Unsupported.error("checkpoint", found, "an entry that can be read without executing code", fix)
 }

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use super::catalog::Catalog;
 use super::content::{BoxContent, BoxToWrite};
-use super::directory::{Staging, unwritable};
+use super::directory::{Staging, check_no_scheme, check_overwrite, unwritable};
 use super::element::ElementType;
 use super::format::{FileRole, Format, FormatWriter, ValueStorage, WrittenFile};
 use super::gguf::HfView;
@@ -25,6 +25,9 @@ use crate::layout::{OwnedBox, TensorBox};
 /// No boxes means that the whole tensor goes to the file of rank 0.
 pub type ReshardFn = Arc<dyn Fn(&str, &[usize]) -> Result<Vec<OwnedBox>> + Send + Sync>;
 
+/// Chooses the number of the file, from 0, that a tensor is written to, from its new flat key.
+pub type FileOfFn = Arc<dyn Fn(&str) -> usize + Send + Sync>;
+
 /// Options of [`convert`].
 #[derive(Clone)]
 pub struct ConvertOptions {
@@ -38,6 +41,12 @@ pub struct ConvertOptions {
     pub rename: Arc<dyn Fn(&str) -> String + Send + Sync>,
     /// How to shard the tensors, with one file per rank; `None` writes whole tensors to files of bounded size.
     pub reshard: Option<ReshardFn>,
+    /// The file of a tensor, from 0, by its new flat key; `None` fills files up to [`max_file_bytes`](Self::max_file_bytes). Files
+    /// are numbered without gaps, whatever numbers it returns.
+    #[doc(alias = "fqn_to_index_mapping")]
+    pub file_of: Option<FileOfFn>,
+    /// Whether a checkpoint that exists at the target is replaced; true by default. If false, it is an error and stays.
+    pub overwrite: bool,
     /// Largest size of a file of whole tensors, unless a single tensor is larger; 5 GB by default.
     pub max_file_bytes: usize,
 }
@@ -47,7 +56,16 @@ impl ConvertOptions {
     pub fn to(format: Format) -> Self {
         let rename = Arc::new(|name: &str| name.to_string());
         let select = Arc::new(|_: &str| true);
-        ConvertOptions { format, element: None, select, rename, reshard: None, max_file_bytes: 5_000_000_000 }
+        ConvertOptions {
+            format,
+            element: None,
+            select,
+            rename,
+            reshard: None,
+            file_of: None,
+            overwrite: true,
+            max_file_bytes: 5_000_000_000,
+        }
     }
 }
 
@@ -62,6 +80,8 @@ pub struct Conversion {
     pub bytes: u64,
     /// Flat keys of values that were not written because the format holds tensors only.
     pub left_out: Vec<String>,
+    /// Flat keys of entries of the source that cannot be read ([`Catalog::unreadable`]) and are therefore not written.
+    pub unreadable: Vec<String>,
 }
 
 /// Converts the checkpoint at `from` and writes it to the directory `to`.
@@ -86,6 +106,7 @@ pub fn convert(
 ) -> Result<Conversion> {
     let (opened, to, writer) = (open(from)?, to.as_ref(), options.format.to_write()?);
     let (source, beside) = as_source(opened, options)?;
+    check_no_scheme(to)?;
     if to.exists() && fs::canonicalize(&source.directory)?.starts_with(fs::canonicalize(to)?) {
         let found = format!("target {}, which contains the source", to.display());
         return Err(ErrorKind::Argument.error(
@@ -95,16 +116,19 @@ pub fn convert(
             "write to another directory",
         ));
     }
-    let (contents, left_out) = contents_to_write(&source, options, writer)?;
+    check_overwrite(to, options.overwrite)?;
+    let unreadable = source.unreadable.keys().filter(|key| (options.select)(key)).cloned().collect();
+    let (mut contents, left_out) = contents_to_write(&source, options, writer)?;
     let plan = plan_files(&source, &contents, options, writer)?;
     let staging = Staging::new(to, 0)?;
-    let files = write_all(staging.path(), writer, plan, &contents.values, progress)?;
+    let files = write_all(staging.path(), writer, plan, (&contents.values, &contents.paths), progress)?;
     for (name, text) in beside {
         let path = staging.path().join(name);
         fs::write(&path, text).map_err(|error| unwritable(&path, &error))?;
     }
     let (tensors, bytes) = (contents.tensors.len(), contents.bytes() as u64);
-    let done = Conversion { tensors, files: files.len(), bytes, left_out };
+    let done = Conversion { tensors, files: files.len(), bytes, left_out, unreadable };
+    contents.save_id.clone_from(&source.save_id);
     finish_checkpoint(writer, staging.path(), contents, files)?;
     staging.commit()?;
     Ok(done)
@@ -202,7 +226,8 @@ fn plan_files(
                 filled = (filled.0 + 1, 0);
             }
             filled.1 += bytes;
-            boxes.push((filled.0, whole.clone()));
+            let file = options.file_of.as_ref().map_or(filled.0, |file_of| file_of(&name));
+            boxes.push((file, whole.clone()));
         }
         let stored = Arc::new(stored.clone());
         for (file, part) in boxes {
@@ -219,9 +244,9 @@ fn plan_files(
     }
     let groups_count = groups.len();
     let mut plan = Vec::new();
-    for (file, boxes) in groups {
+    for (position, (file, boxes)) in groups.into_iter().enumerate() {
         if options.reshard.is_none() {
-            plan.push((writer.file_name(FileRole::Whole { index: file, count: groups_count }), boxes));
+            plan.push((writer.file_name(FileRole::Whole { index: position, count: groups_count }), boxes));
             continue;
         }
         let files = boxes_by_file(writer, boxes);
@@ -239,7 +264,7 @@ fn write_all(
     staged: &Path,
     writer: &dyn FormatWriter,
     mut plan: Vec<(String, Vec<BoxToWrite>)>,
-    values: &BTreeMap<String, Value>,
+    (values, paths): (&BTreeMap<String, Value>, &BTreeMap<String, Vec<Key>>),
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Vec<WrittenFile>> {
     let in_files = writer.values() == ValueStorage::InFiles;
@@ -249,7 +274,7 @@ fn write_all(
     let none = BTreeMap::new();
     let one = |(i, (name, boxes)): (usize, (String, Vec<BoxToWrite>))| {
         let values = if i == 0 && in_files { values } else { &none };
-        write_file(writer, staged, &name, boxes, values, &|bytes| progress(bytes))
+        write_file(writer, staged, &name, boxes, (values, paths), &|bytes| progress(bytes))
     };
     plan.into_par_iter().enumerate().map(one).collect()
 }

@@ -36,6 +36,7 @@ impl Staging {
     /// Creates the staging directory, after removing the ones that crashed saves have left. Fails if this process is already
     /// saving to the target, or if the target has files that are not a checkpoint's: they would be lost.
     pub(super) fn new(target: &Path, id: u64) -> Result<Self> {
+        check_no_scheme(target)?;
         check_replaceable(target)?;
         let parent = parent_of(target);
         fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
@@ -70,6 +71,30 @@ impl Drop for Staging {
 fn sibling_path(target: &Path, suffix: &str) -> PathBuf {
     let name = target.file_name().map_or_else(|| "checkpoint".into(), |n| n.to_string_lossy().into_owned());
     target.with_file_name(format!(".{name}.{suffix}"))
+}
+
+/// Refuses a path with a URL scheme: it would be taken for a relative path.
+pub(super) fn check_no_scheme(path: &Path) -> Result<()> {
+    let text = path.to_string_lossy();
+    let Some((scheme, _)) = text.split_once("://") else { return Ok(()) };
+    let is_scheme = scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
+    if scheme.is_empty() || !is_scheme {
+        return Ok(());
+    }
+    let found = format!("the URL {text}");
+    let fix = "mount the store, or copy the checkpoint from or to a local directory";
+    Err(ErrorKind::path(path).error("path", found, "a path of the file system: no URL scheme is served", fix))
+}
+
+/// Refuses a target that exists, unless it may be overwritten; an empty directory may always be.
+pub(super) fn check_overwrite(target: &Path, overwrite: bool) -> Result<()> {
+    let is_empty = || fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_none());
+    if overwrite || !(target.exists() || previous_path(target).exists()) || is_empty() {
+        return Ok(());
+    }
+    let found = format!("something at {} already", target.display());
+    let fix = "choose another path, or save with `overwrite: true`";
+    Err(ErrorKind::path(target).error("path", found, "a path without a checkpoint", fix))
 }
 
 /// Refuses a target whose replacement would lose anything but a checkpoint.

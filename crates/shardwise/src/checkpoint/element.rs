@@ -48,7 +48,7 @@ elements! {
     U8 1 "U8" "uint8" Some(DType::U8), "8-bit unsigned integer.";
     I8 1 "I8" "int8" None, "8-bit signed integer; widened to `i16` in memory.";
     F8E5M2 1 "F8_E5M2" "float8_e5m2" None, "8-bit float with 5 exponent bits; widened to `f32` in memory.";
-    F8E4M3 1 "F8_E4M3" "float8_e4m3fn" None, "8-bit float with 4 exponent bits and no infinities; widened to `f32` in memory.";
+    F8E4M3 1 "F8_E4M3" "float8_e4m3fn" Some(DType::F8E4M3), "8-bit float with 4 exponent bits and no infinities; widened to `f32` in memory unless a template has the type.";
     I16 2 "I16" "int16" Some(DType::I16), "16-bit signed integer.";
     U16 2 "U16" "uint16" None, "16-bit unsigned integer; widened to `u32` in memory.";
     F16 2 "F16" "float16" Some(DType::F16), "IEEE half precision.";
@@ -70,7 +70,7 @@ impl ElementType {
     pub fn of(dtype: DType) -> Result<ElementType> {
         let found = ElementType::ALL.iter().find(|e| **e != ElementType::Bool && e.dtype() == Some(dtype));
         found.copied().ok_or_else(|| {
-            let needed = "f64, f32, f16, bf16, i64, i32, i16, u32 or u8";
+            let needed = "f64, f32, f16, bf16, f8e4m3, i64, i32, i16, u32 or u8";
             ErrorKind::dtype(dtype).error("element type", dtype.as_str(), needed, "convert the tensor to one of these")
         })
     }
@@ -92,7 +92,8 @@ impl ElementType {
         })
     }
 
-    /// Returns the dtype that tensors of this type are loaded as: the same, or the next wider one where candle lacks it.
+    /// Returns the dtype that tensors of this type are loaded as: the same, or a wider one where candle lacks it or there are no
+    /// operators for it (f8).
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for `u64` and `c64`, which no dtype can hold.
@@ -111,6 +112,59 @@ impl ElementType {
             }),
         }
     }
+}
+
+impl ElementType {
+    /// Whether a dtype does not hold all values of this type exactly, so that converting to it may lose some.
+    pub fn narrows_to(self, dtype: DType) -> bool {
+        if self.dtype() == Some(dtype) || self == ElementType::Bool {
+            return false;
+        }
+        let Ok(to) = ElementType::of(dtype) else { return true };
+        match (self.number(), to.number()) {
+            (NumberForm::Integer { signed, bits }, NumberForm::Integer { signed: to_signed, bits: to_bits }) => {
+                signed && !to_signed || bits + u32::from(!signed && to_signed) > to_bits
+            }
+            // A sign bit adds no digits: the lowest integer is a power of two.
+            (NumberForm::Integer { signed, bits }, NumberForm::Float { digits, .. }) => {
+                bits - u32::from(signed) > digits
+            }
+            (
+                NumberForm::Float { digits, exponent },
+                NumberForm::Float { digits: to_digits, exponent: to_exponent },
+            ) => digits > to_digits || exponent > to_exponent,
+            _ => true,
+        }
+    }
+
+    fn number(self) -> NumberForm {
+        use NumberForm::{Float, Integer, Other};
+        match self {
+            ElementType::Bool => Integer { signed: false, bits: 1 },
+            ElementType::U8 => Integer { signed: false, bits: 8 },
+            ElementType::I8 => Integer { signed: true, bits: 8 },
+            ElementType::U16 => Integer { signed: false, bits: 16 },
+            ElementType::I16 => Integer { signed: true, bits: 16 },
+            ElementType::U32 => Integer { signed: false, bits: 32 },
+            ElementType::I32 => Integer { signed: true, bits: 32 },
+            ElementType::U64 => Integer { signed: false, bits: 64 },
+            ElementType::I64 => Integer { signed: true, bits: 64 },
+            ElementType::F8E5M2 => Float { digits: 3, exponent: 5 },
+            ElementType::F8E4M3 => Float { digits: 4, exponent: 4 },
+            ElementType::F16 => Float { digits: 11, exponent: 5 },
+            ElementType::BF16 => Float { digits: 8, exponent: 8 },
+            ElementType::F32 => Float { digits: 24, exponent: 8 },
+            ElementType::F64 => Float { digits: 53, exponent: 11 },
+            ElementType::C64 => Other,
+        }
+    }
+}
+
+/// Which numbers a type holds: bits of an integer, or significant digits and exponent bits of a float.
+enum NumberForm {
+    Integer { signed: bool, bits: u32 },
+    Float { digits: u32, exponent: u32 },
+    Other,
 }
 
 impl fmt::Display for ElementType {

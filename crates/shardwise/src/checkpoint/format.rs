@@ -13,7 +13,7 @@ use serde_json::Value as Json;
 use super::content::BoxToWrite;
 use super::files::Files;
 use super::stored::{Chunk, Contents};
-use super::value::Value;
+use super::value::{Key, Value};
 use crate::error::Result;
 
 /// A file format for checkpoints: how it is recognized and read, and optionally how it is written.
@@ -135,6 +135,8 @@ pub struct FileToWrite<'a> {
     pub boxes: Vec<BoxToWrite>,
     /// The values to write; empty unless [`ValueStorage::InFiles`] and this is the first file.
     pub values: &'a BTreeMap<String, Value>,
+    /// The path of each flat key in the nested state; a key that is absent here is a path of one name.
+    pub paths: &'a BTreeMap<String, Vec<Key>>,
     /// Call it with the number of tensor bytes written since the last call.
     pub progress: &'a dyn Fn(u64),
 }

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::BufWriter;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value as Json, json};
+use serde_json::Value as Json;
 
 use super::content::BoxToWrite;
 use super::element::ElementType;
@@ -14,7 +14,7 @@ use super::files::Files;
 use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
 use super::safetensors::{self, UniqueMap, is_safetensors, read_header};
 use super::stored::{Chunk, Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor};
-use super::weight_index::{missing_tensor, read_weight_index};
+use super::weight_index::{index_text, missing_tensor, read_weight_index};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
@@ -104,15 +104,6 @@ fn sharding_info(boxes: &[BoxToWrite]) -> Result<BTreeMap<String, String>> {
     let text = serde_json::to_string(&saved).map_err(Error::other)?;
     let pairs = [("DCP_VERSION", "1.0"), ("format", "pt"), (SHARDING_INFO, &text)];
     Ok(pairs.into_iter().map(|(k, v)| (k.to_string(), v.to_string())).collect())
-}
-
-/// The JSON text of the index.
-fn index_text(tensors: &BTreeMap<String, StoredTensor>) -> Result<String> {
-    let total: usize = tensors.values().map(StoredTensor::bytes).sum();
-    let map: BTreeMap<&String, &String> =
-        tensors.iter().filter_map(|(k, t)| Some((k, &t.chunks.first()?.file))).collect();
-    serde_json::to_string_pretty(&json!({ "metadata": { "total_size": total }, "weight_map": map }))
-        .map_err(Error::other)
 }
 
 impl CheckpointFormat for HuggingFace {

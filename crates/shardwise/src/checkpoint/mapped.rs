@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::catalog::Catalog;
-use super::load::read_box;
+use super::read_tensor::read_box;
 use crate::error::Result;
 use crate::layout::{TensorBox, TensorMeta};
 use shardwise_kernels::quantized::BlockType;

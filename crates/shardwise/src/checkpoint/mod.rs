@@ -13,9 +13,11 @@
 //! * [`CheckpointFormat`] describes a file format; [`Format::register`] adds a custom one.
 //!
 //! Saves and loads are collective: every rank of the world calls them with the same path. Each rank writes and reads its own
-//! bytes; ranks exchange only plans, fingerprints and errors. A save replaces the old checkpoint atomically.
+//! bytes; ranks exchange only plans, fingerprints and errors, and elements if they share reads
+//! ([`StateLoadOptions::share_reads`]). A save replaces the old checkpoint atomically.
 
 mod assign;
+mod block_scales;
 mod blocks;
 mod cast;
 mod catalog;
@@ -33,19 +35,28 @@ mod formats;
 pub mod gguf;
 mod hf;
 mod load;
+mod load_options;
 mod mapped;
 mod model_part;
 mod native;
 mod open;
 mod parts;
 mod pickle;
+mod plan_cache;
+mod planned;
 mod read;
 mod read_encoded;
+mod read_tensor;
 mod safetensors;
 mod save;
+mod save_options;
+mod save_plan;
 mod series;
+mod shared_reads;
 mod state;
+mod state_exchange;
 mod stored;
+mod template;
 mod torch;
 mod torch_optim;
 mod value;
@@ -57,7 +68,7 @@ mod zip;
 pub use blocks::BlockChecksums;
 pub use catalog::Catalog;
 pub use content::BoxToWrite;
-pub use convert::{Conversion, ConvertOptions, ReshardFn, convert};
+pub use convert::{Conversion, ConvertOptions, FileOfFn, ReshardFn, convert};
 pub use diff::{DiffOptions, Difference, diff};
 pub use dry_load::{RankLoad, dry_load};
 pub use element::ElementType;
@@ -65,12 +76,17 @@ pub use encoding::ChunkEncoding;
 pub use files::{Files, LoadReport};
 pub use format::{CheckpointFormat, FileRole, FileToWrite, Format, FormatWriter, ValueStorage, WrittenFile};
 pub(crate) use load::load_consistent;
-pub use load::{load, load_placed, load_reporting};
+pub use load::{load, load_placed, load_reporting, load_selected, load_with};
+pub use load_options::{LoadedState, StateLoadOptions};
 pub(crate) use mapped::{MAPPED_BUFFER, MappedBox, read_mapped, read_mapped_blocks};
 pub use model_part::ModelPart;
 pub use open::open;
-pub use parts::{Named, Restore, RestoreParts, Stateful, StatefulParts, load_into, named, save_from, save_from_with};
-pub use save::{AsyncSave, SaveOptions, async_save, save, save_with};
+pub use parts::{
+    Named, Restore, RestoreParts, Stateful, StatefulParts, load_into, load_into_with, named, save_from, save_from_with,
+};
+pub use plan_cache::PlanCache;
+pub use save::{AsyncSave, async_save, save, save_with};
+pub use save_options::{CommitHook, SaveOptions};
 pub use series::{Resumed, Series, resume};
 pub use state::State;
 pub use stored::{Chunk, Contents, StoredTensor};

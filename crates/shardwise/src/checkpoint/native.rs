@@ -31,6 +31,8 @@ const VERSION: u32 = 1;
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Manifest {
     version: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    save_id: Option<String>,
     tensors: BTreeMap<String, StoredTensor>,
     values: BTreeMap<String, Value>,
     paths: BTreeMap<String, Vec<Key>>,
@@ -56,8 +58,8 @@ struct SealedManifest {
 
 impl Manifest {
     fn new(contents: &Contents, files: BTreeMap<String, FileInfo>) -> Self {
-        let Contents { tensors, values, paths } = contents.clone();
-        Manifest { version: VERSION, tensors, values, paths, files }
+        let Contents { tensors, values, paths, save_id, .. } = contents.clone();
+        Manifest { version: VERSION, save_id, tensors, values, paths, files }
     }
 
     /// The JSON text of the manifest file.
@@ -107,7 +109,7 @@ impl CheckpointFormat for Native {
     }
 
     fn open(&self, files: &Files) -> Result<Contents> {
-        let Manifest { tensors, values, paths, files: listed, .. } = read_manifest(files)?;
+        let Manifest { version, save_id, tensors, values, paths, files: listed } = read_manifest(files)?;
         for (name, info) in listed {
             let found = files.size(&name);
             if found != Some(info.bytes) {
@@ -121,7 +123,8 @@ impl CheckpointFormat for Native {
                 check_header(&name, &header_bytes(files, &name)?, expected)
             });
         }
-        Ok(Contents { tensors, values, paths })
+        let version = Some(version.to_string());
+        Ok(Contents { tensors, values, paths, version, save_id, ..Contents::default() })
     }
 
     fn owns(&self, name: &str) -> bool {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::catalog::Catalog;
-use super::directory::{parent_of, previous_path};
+use super::directory::{check_no_scheme, parent_of, previous_path};
 use super::files::Files;
 use super::format::Format;
 use crate::error::{Error, ErrorKind, Result};
@@ -29,6 +29,7 @@ const ATTEMPTS: u32 = 100;
 #[doc(alias = "read_metadata")]
 pub fn open(path: impl AsRef<Path>) -> Result<Catalog> {
     let path = path.as_ref();
+    check_no_scheme(path)?;
     let mut attempt = 1;
     loop {
         let files = Arc::new(open_directory(path)?);

@@ -11,8 +11,10 @@ use candle_core::{Device, Tensor};
 use super::catalog::Catalog;
 use super::files::LoadReport;
 use super::format::Format;
-use super::load::{load_consistent, load_template};
-use super::save::{SaveOptions, save_with};
+use super::load::load_by_template;
+use super::load_options::{LoadedState, StateLoadOptions};
+use super::save::save_with;
+use super::save_options::SaveOptions;
 use super::state::State;
 use super::torch_optim;
 use super::value::Value;
@@ -20,7 +22,7 @@ use crate::comm::{DeviceMesh, World};
 use crate::data::{Batches, Dataset};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::nn::Module;
-use crate::optim::{OptimizerState, Schedule, ShardedOptimizer};
+use crate::optim::{GradScaler, OptimizerState, Schedule, ShardedOptimizer};
 use crate::random::GeneratorState;
 use crate::tensor::DTensor;
 
@@ -164,7 +166,20 @@ pub fn save_from_with(
 #[doc(alias = "load_sharded_optimizer_state_dict")]
 #[track_caller]
 pub fn load_into(world: &World, path: impl AsRef<Path>, mut parts: impl RestoreParts) -> Result<LoadReport> {
-    restore_parts(world, path.as_ref(), &mut parts, Location::caller())
+    restore_parts(world, path.as_ref(), &mut parts, &StateLoadOptions::default(), Location::caller())
+}
+
+/// Restores the parts of a training run as [`load_into`] does, with options, such as reads that replicas share.
+///
+/// Collective: every rank of the world must call it with the same options.
+#[track_caller]
+pub fn load_into_with(
+    world: &World,
+    path: impl AsRef<Path>,
+    mut parts: impl RestoreParts,
+    options: &StateLoadOptions,
+) -> Result<LoadReport> {
+    restore_parts(world, path.as_ref(), &mut parts, options, Location::caller())
 }
 
 /// Loads and restores all parts, or none.
@@ -172,10 +187,11 @@ pub(super) fn restore_parts(
     world: &World,
     path: &Path,
     parts: &mut dyn RestoreParts,
+    options: &StateLoadOptions,
     site: Site,
 ) -> Result<LoadReport> {
     let parts = RefCell::new(parts);
-    let read = |catalog: &Catalog| {
+    let template = |catalog: &Catalog| {
         let mut templates = BTreeMap::new();
         parts.borrow_mut().each_mut(&mut |part| {
             let template = part.template(catalog, part.entry())?;
@@ -184,14 +200,13 @@ pub(super) fn restore_parts(
                 Some(_) => Err(twice(part.entry())),
             }
         })?;
-        let loaded = load_template(catalog, &State::Map(templates))?;
-        // Refused here, while no part has changed: an error of one rank fails the load on all ranks.
-        parts.borrow_mut().each_mut(&mut |part| part.check(entry_of(&loaded, part.entry())?))?;
-        Ok(loaded)
+        Ok(State::Map(templates))
     };
-    let (loaded, report) = load_consistent(world, path, site, &read)?;
+    // Refused while no part has changed: an error of one rank fails the load on all ranks.
+    let check = |loaded: &State| parts.borrow_mut().each_mut(&mut |part| part.check(entry_of(loaded, part.entry())?));
+    let LoadedState { state, report, .. } = load_by_template(world, path, options, (&template, &check), site)?;
     parts.into_inner().each_mut(&mut |part| {
-        let loaded = entry_of(&loaded, part.entry())?;
+        let loaded = entry_of(&state, part.entry())?;
         part.restore(loaded)
     })?;
     Ok(report)
@@ -280,18 +295,18 @@ impl<M: Module + ?Sized> Stateful for &M {
     }
 
     fn state(&self) -> Result<State> {
-        Ok(State::from(self.state_dict()))
+        Ok(State::Map(module_entries(*self, "")))
     }
 
     fn state_in(&self, format: Format) -> Result<State> {
-        let own = self.state_dict();
+        let own = module_entries(*self, "");
         let mut entries: BTreeMap<String, State> = BTreeMap::new();
         for name in own.keys().filter(|_| format.is_torch_state()) {
             let Some(module) = name.strip_suffix("running_mean") else { continue };
             let count = State::from(Tensor::new(0i64, &Device::Cpu)?);
             entries.insert(format!("{module}num_batches_tracked"), count);
         }
-        entries.extend(own.into_iter().map(|(name, tensor)| (name, State::from(tensor))));
+        entries.extend(own);
         Ok(State::Map(entries))
     }
 }
@@ -303,12 +318,101 @@ impl<M: Module + ?Sized> Restore for &M {
         };
         let State::Map(entries) = loaded else { return Err(wrong(loaded.to_string())) };
         let mut tensors: BTreeMap<String, DTensor> = BTreeMap::new();
-        for (name, entry) in entries {
-            let State::Tensor(tensor) = entry else { return Err(wrong(format!("{entry} at {name:?}"))) };
+        let extra = self.named_extra_states();
+        for (name, entry) in entries.iter().filter(|(name, _)| !extra.iter().any(|(path, _)| path == *name)) {
+            let Some(tensor) = entry.stored_tensor() else { return Err(wrong(format!("{entry} at {name:?}"))) };
             tensors.insert(name.clone(), tensor.clone());
         }
-        self.load_state_dict(&tensors)
+        self.load_state_dict(&tensors)?;
+        restore_extra_states(*self, loaded, "")
     }
+}
+
+/// The entries of a module: its tensors and extra states by path, below a prefix.
+pub(super) fn module_entries<M: Module + ?Sized>(module: &M, prefix: &str) -> BTreeMap<String, State> {
+    let tensors = tensor_entries(module).into_iter();
+    let extra = module.named_extra_states().into_iter().map(|(name, extra)| (name, State::from(extra.get())));
+    tensors.chain(extra).map(|(name, entry)| (format!("{prefix}{name}"), entry)).collect()
+}
+
+/// The parameters and persistent buffers of a module by path; a parameter with merged dimensions in its own shape.
+pub(super) fn tensor_entries<M: Module + ?Sized>(module: &M) -> BTreeMap<String, State> {
+    let tensors = module.state_dict().into_iter().map(|(name, tensor)| (name, State::from(tensor)));
+    let merged =
+        module.named_parameters().into_iter().filter_map(|(name, param)| Some((name, State::from(param.merged()?))));
+    tensors.chain(merged).collect()
+}
+
+/// Sets the extra states of a module to those of a loaded state that has them.
+pub(super) fn restore_extra_states<M: Module + ?Sized>(module: &M, loaded: &State, prefix: &str) -> Result<()> {
+    let State::Map(entries) = loaded else { return Ok(()) };
+    for (name, extra) in module.named_extra_states() {
+        match entries.get(&format!("{prefix}{name}")) {
+            Some(State::Value(Value::Text(text))) => extra.set(text),
+            None => {}
+            Some(other) => {
+                let found = format!("{other} at {name:?}");
+                return Err(ErrorKind::state().error(
+                    "model state",
+                    found,
+                    "a text",
+                    "load the state that the module saved",
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Loss scale and its settings by PyTorch's names, under `scaler`.
+impl Stateful for &GradScaler {
+    fn entry(&self) -> &str {
+        "scaler"
+    }
+
+    fn state(&self) -> Result<State> {
+        Ok(State::map([
+            ("scale", State::from(self.scale)),
+            ("growth_factor", State::from(self.growth_factor)),
+            ("backoff_factor", State::from(self.backoff_factor)),
+            ("growth_interval", State::from(self.growth_interval.cast_signed())),
+            ("_growth_tracker", State::from(self.growth_tracker.cast_signed())),
+        ]))
+    }
+}
+
+impl Stateful for &mut GradScaler {
+    fn entry(&self) -> &str {
+        "scaler"
+    }
+
+    fn state(&self) -> Result<State> {
+        (&**self).state()
+    }
+}
+
+impl Restore for &mut GradScaler {
+    fn check(&self, loaded: &State) -> Result<()> {
+        scaler_from(loaded).map(drop)
+    }
+
+    fn restore(&mut self, loaded: &State) -> Result<()> {
+        **self = scaler_from(loaded)?;
+        Ok(())
+    }
+}
+
+fn scaler_from(loaded: &State) -> Result<GradScaler> {
+    let count = |name: &str| loaded.value(name)?.read::<u64>();
+    let scaler = GradScaler {
+        scale: loaded.value("scale")?.read()?,
+        growth_factor: loaded.value("growth_factor")?.read()?,
+        backoff_factor: loaded.value("backoff_factor")?.read()?,
+        growth_interval: count("growth_interval")?,
+        growth_tracker: count("_growth_tracker")?,
+    };
+    scaler.check()?;
+    Ok(scaler)
 }
 
 /// Seed and offset of the mesh's generator, under `generator`.
@@ -385,12 +489,16 @@ impl Stateful for &ShardedOptimizer {
     }
 
     fn state(&self) -> Result<State> {
-        with_schedule(State::try_from(&self.state_dict()?)?, self.schedule())
+        let state = with_own_shapes(State::try_from(&self.state_dict()?)?, self);
+        with_schedule(state, self.schedule())
     }
 
     fn state_in(&self, format: Format) -> Result<State> {
         match format.is_torch_state() {
-            true => with_schedule(torch_optim::to_torch(&self.state_dict()?)?, self.schedule()),
+            true => {
+                let state = with_own_shapes(torch_optim::to_torch(&self.state_dict()?)?, self);
+                with_schedule(state, self.schedule())
+            }
             false => self.state(),
         }
     }
@@ -416,6 +524,7 @@ impl Restore for &mut ShardedOptimizer {
             true => torch_optim::template(self, stored, entry)?,
             false => State::try_from(&self.state_template()?)?,
         };
+        template = with_own_shapes(template, self);
         if let State::Map(entries) = &mut template {
             // Settings come from the checkpoint. Older checkpoints have no schedule: then the optimizer keeps its own.
             for name in ["groups", SCHEDULE] {
@@ -434,6 +543,24 @@ impl Restore for &mut ShardedOptimizer {
         let state = optimizer_state(self, loaded)?;
         self.load_state_dict(&state)
     }
+}
+
+/// The state of an optimizer in which the tensors of parameters with merged dimensions have the shapes of the parameters.
+fn with_own_shapes(mut state: State, optimizer: &ShardedOptimizer) -> State {
+    let State::Map(entries) = &mut state else { return state };
+    let Some(State::Map(params)) = entries.get_mut("state") else { return state };
+    for (name, param) in optimizer.params() {
+        let (Some(merged), Some(State::Map(tensors))) = (param.merged(), params.get_mut(name)) else { continue };
+        for entry in tensors.values_mut() {
+            // Master weights and moments; numbers are no tensors.
+            if let State::Tensor(tensor) = entry
+                && tensor.shape() == merged.stored().shape()
+            {
+                *entry = State::Merged(merged.with_stored(tensor.clone()));
+            }
+        }
+    }
+    state
 }
 
 /// The entry with the schedule, as a string of JSON: a single value, whatever the schedule's structure.

@@ -9,48 +9,25 @@ use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Tensor};
-
-use super::assign::{WriteTask, assign_writers, write_tasks};
-use super::content::{BoxContent, BoxToWrite};
-use super::directory::{Staging, unwritable};
-use super::element::ElementType;
-use super::format::{FileRole, Format, FormatWriter, ValueStorage, WrittenFile};
-use super::state::{State, StateLeaf};
-use super::stored::{Contents, StoredTensor};
-use super::value::Value;
+use super::content::BoxToWrite;
+use super::directory::{Staging, check_overwrite, unwritable};
+use super::format::{FileRole, FormatWriter, ValueStorage, WrittenFile};
+use super::save_options::SaveOptions;
+use super::save_plan::{LocalPlan, SavePlan};
+use super::state::State;
+use super::value::{Key, Value};
 use super::write::{boxes_by_file, finish_checkpoint, write_file};
 use crate::comm::{World, agree, all_ok, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
-use crate::layout::{OwnedBox, TensorBox, TensorMeta};
-use crate::redistribute::block;
-use crate::sharded::ShardedTensor;
-use crate::tensor::DTensor;
-use shardwise_kernels::{bytes_of, contiguous, own_copy, placeholder};
-
-/// Options of a save: format and timeout.
-#[doc(alias = "FileSystemWriter")]
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SaveOptions {
-    /// The file format; [`Format::Native`] by default.
-    pub format: Format,
-    /// How long rank 0, which completes the checkpoint, waits for the files of the other ranks; 240 s by default, less than
-    /// the 300 s of collectives, so that the error names the missing files and is not a timeout of the next collective.
-    pub deadline: Duration,
-}
-
-impl Default for SaveOptions {
-    fn default() -> Self {
-        SaveOptions { format: Format::Native, deadline: Duration::from_secs(240) }
-    }
-}
 
 /// Saves `state` as a checkpoint directory.
 ///
-/// Collective: every rank of the world must call it with the same path and the same structure of state. Each box of a tensor
-/// is written once, by one of the ranks that hold it, balanced by bytes; a `Partial` tensor is reduced first. Apart from that
-/// ranks exchange only the plan and errors. An existing checkpoint at `path` is replaced atomically: a crash at any moment
-/// leaves the old one or the new one.
+/// Collective: every rank of the world must call it with the same path. Each box of a tensor is written once, by one of the ranks
+/// that hold it, balanced by bytes; a `Partial` tensor is reduced first. Apart from that ranks exchange only the plan and errors.
+/// An existing checkpoint at `path` is replaced atomically: a crash at any moment leaves the old one or the new one.
+///
+/// Ranks may have entries that other ranks lack, such as experts or pipeline stages on meshes of their own: all of them are in
+/// the checkpoint. An entry that several ranks have must be the same on them, and all ranks of a tensor's mesh must have it.
 ///
 /// # Errors
 /// The same on all ranks: [`Error::OnRank`] with the error of the first rank that failed; [`ErrorKind::Disagreement`] if
@@ -81,7 +58,7 @@ pub fn save(world: &World, path: impl AsRef<Path>, state: &State) -> Result<()> 
     begin(world, path.as_ref(), state, &SaveOptions::default(), Location::caller())?.finish(Location::caller())
 }
 
-/// Saves `state` as [`save`] does, with a format and a timeout.
+/// Saves `state` as [`save`] does, with options.
 ///
 /// Collective.
 #[track_caller]
@@ -103,14 +80,15 @@ pub fn async_save(world: &World, path: impl AsRef<Path>, state: &State, options:
 
 /// A save in progress, returned by [`async_save`].
 ///
-/// Dropped without [`wait`](Self::wait), rank 0 waits at most 5 more seconds for the files of the other ranks and then gives
+/// Dropped without [`wait`](Self::wait), the coordinator waits at most 5 more seconds for the files of the other ranks and then gives
 /// up; an incomplete save never replaces the old checkpoint.
 #[doc(alias = "AsyncSaveResponse")]
 #[must_use = "the checkpoint is complete only after `wait`"]
 pub struct AsyncSave {
     world: World,
+    coordinator: usize,
     writer: Option<JoinHandle<Result<()>>>,
-    /// Whether rank 0's writer should go on waiting for the other ranks: [`AWAITED`], [`ABANDONED`] or [`FAILED`].
+    /// Whether the coordinator's writer should go on waiting for the other ranks: [`AWAITED`], [`ABANDONED`] or [`FAILED`].
     wait: Arc<AtomicU8>,
 }
 
@@ -132,15 +110,15 @@ impl AsyncSave {
     }
 
     fn finish(mut self, site: Site) -> Result<()> {
-        // Join all ranks but rank 0 first, so that rank 0 does not wait for the files of a rank that failed.
-        let is_first = self.world.rank() == 0;
-        let joined = if is_first { Ok(()) } else { self.join() };
+        // Join all ranks but the coordinator first, so that it does not wait for the files of a rank that failed.
+        let is_coordinator = self.world.rank() == self.coordinator;
+        let joined = if is_coordinator { Ok(()) } else { self.join() };
         let other_ranks = all_ok(&self.world, joined, site);
         if other_ranks.is_err() {
             self.wait.store(FAILED, SeqCst);
         }
-        let joined = if is_first { self.join() } else { Ok(()) };
-        // If another rank failed, that is why rank 0 did: its error is the one to report.
+        let joined = if is_coordinator { self.join() } else { Ok(()) };
+        // If another rank failed, that is why the coordinator did: its error is the one to report.
         match other_ranks {
             Ok(()) => all_ok(&self.world, joined, site),
             Err(error) => Err(error),
@@ -174,16 +152,25 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
             "dry runs know shapes, not values",
         ));
     }
-    let planned = options.format.to_write().and_then(|writer| Ok((writer, plan(world, state, writer)?)));
-    let (writer, planned) = all_ok(world, planned, site)?;
-    let fingerprint = format!("{} {}", options.format, planned.describe());
-    agree(world, &[("state to save", &fingerprint), ("path to save to", &path.to_string_lossy())], site)?;
+    let coordinator = options.coordinator;
+    let mut cached = options.plan_cache.as_ref().map(|cache| cache.take(world)).unwrap_or_default();
+    let planned = options.check(world.size()).and_then(|()| {
+        let writer = options.format.to_write()?;
+        Ok((writer, LocalPlan::new(world, state, writer, &mut cached)?))
+    });
+    let (writer, local) = all_ok(world, planned, site)?;
+    let settings = format!("{} {} {coordinator}", options.format, options.overwrite);
+    agree(world, &[("save options", &settings), ("path to save to", &path.to_string_lossy())], site)?;
+    let mut planned = local.merged(world, &mut cached, site)?;
+    options.plan_cache.iter().for_each(|cache| cache.put(world, std::mem::take(&mut cached)));
     let rank = world.rank();
-    // Rank 0 creates the staging directory; all ranks write to it.
-    let staging = match rank {
-        0 => Staging::new(path, unique()).map(Some),
-        _ => Ok(None),
+    // The coordinator creates the staging directory; all ranks write to it.
+    let id = unique();
+    let staging = match rank == coordinator {
+        true => check_overwrite(path, options.overwrite).and_then(|()| Staging::new(path, id)).map(Some),
+        false => Ok(None),
     };
+    planned.contents.save_id = Some(format!("{id:016x}"));
     let staging = all_ok(world, staging, site)?;
     let chosen =
         gather_texts(world, &staging.as_ref().map_or_else(String::new, |s| s.path().to_string_lossy().into()), site)?;
@@ -192,15 +179,16 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
         rank,
         ranks: world.size(),
         writer,
-        deadline: options.deadline,
-        staged: PathBuf::from(&chosen[0]),
+        options: options.clone(),
+        staged: PathBuf::from(&chosen[coordinator]),
+        target: path.to_path_buf(),
         staging,
         wait: Arc::clone(&wait),
         planned,
     };
     let writer = std::thread::Builder::new().name(format!("save of rank {rank}")).spawn(move || job.run());
     let writer = all_ok(world, writer.map_err(Error::from), site)?;
-    Ok(AsyncSave { world: world.clone(), writer: Some(writer), wait })
+    Ok(AsyncSave { world: world.clone(), coordinator, writer: Some(writer), wait })
 }
 
 /// The program will wait for the save.
@@ -216,162 +204,16 @@ fn unique() -> u64 {
     now ^ (u64::from(std::process::id()) << 40)
 }
 
-/// The plan of a save: all metadata, and the boxes that this rank writes.
-struct SavePlan {
-    /// All tensors, without chunks, and all values.
-    contents: Contents,
-    /// Tensor, box and writing rank of every box.
-    writers: Vec<(String, TensorBox, usize)>,
-    /// The boxes that this rank writes.
-    boxes: Vec<BoxToWrite>,
-    /// CRC-32 of the plain tensors, which must be the same on all ranks.
-    plain: Vec<(String, u32)>,
-}
-
-impl SavePlan {
-    /// The plan as text, for comparison between ranks.
-    fn describe(&self) -> String {
-        let values: Vec<String> = self.contents.values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
-        let tensor = |(key, t): (&String, &StoredTensor)| format!("{key}: {} {:?}", t.element, t.shape);
-        let tensors: Vec<String> = self.contents.tensors.iter().map(tensor).collect();
-        format!("{values:?} {tensors:?} {:?} {:?}", self.writers, self.plain)
-    }
-}
-
-fn plan(world: &World, state: &State, writer: &dyn FormatWriter) -> Result<SavePlan> {
-    let mut contents = Contents::default();
-    let mut all: Vec<WriteTask> = Vec::new();
-    let mut sources: BTreeMap<String, TensorToSave> = BTreeMap::new();
-    let mut plain = Vec::new();
-    for (key, (path, leaf)) in state.flatten()? {
-        let source = match leaf {
-            StateLeaf::Value(value) => {
-                check_value(&key, &value, writer)?;
-                contents.values.insert(key.clone(), value);
-                contents.paths.insert(key, path);
-                continue;
-            }
-            StateLeaf::Tensor(tensor) => TensorToSave::of_tensor(tensor, world.rank())?,
-            StateLeaf::Sharded(tensor) => TensorToSave::of_sharded(tensor, world.rank()),
-            StateLeaf::Plain(tensor) => {
-                let source = TensorToSave::of_plain(tensor, world)?;
-                plain.push((key.clone(), crc32fast::hash(&bytes_of(&source.tensors[0])?)));
-                source
-            }
-        };
-        let (element, shape) = (ElementType::of(source.dtype)?, source.shape.clone());
-        all.extend(write_tasks(&key, element.size_in_bytes(), source.stored_boxes()));
-        sources.insert(key.clone(), source);
-        contents.tensors.insert(key.clone(), StoredTensor { element, shape, chunks: Vec::new() });
-        contents.paths.insert(key, path);
-    }
-    let mut boxes = Vec::new();
-    let mut writers = Vec::new();
-    for (task, rank) in all.iter().zip(assign_writers(&all)) {
-        writers.push((task.key.clone(), task.part.clone(), rank));
-        if rank == world.rank() {
-            let stored = &contents.tensors[&task.key];
-            boxes.push(BoxToWrite {
-                key: task.key.clone(),
-                part: task.part.clone(),
-                is_whole: task.part.sizes == stored.shape,
-                content: BoxContent::Memory {
-                    element: stored.element,
-                    tensor: sources[&task.key].elements(&task.part)?,
-                },
-            });
-        }
-    }
-    Ok(SavePlan { contents, writers, boxes, plain })
-}
-
-/// Refuses a value for a format that cannot store values.
-fn check_value(key: &str, value: &Value, writer: &dyn FormatWriter) -> Result<()> {
-    if writer.values() != ValueStorage::Nowhere {
-        return Ok(());
-    }
-    let (found, needed) = (format!("value {key:?} = {value}"), "tensors only: the format stores no values");
-    Err(ErrorKind::Unsupported.error("state", found, needed, "save it in another format, or leave it out"))
-}
-
-/// A tensor to save: which rank holds which box, and the elements that this rank holds.
-struct TensorToSave {
-    dtype: DType,
-    shape: Vec<usize>,
-    /// The boxes of all ranks.
-    boxes: Vec<OwnedBox>,
-    local_boxes: Vec<OwnedBox>,
-    /// The elements of this rank's boxes: one tensor with all of them, or one tensor per box.
-    tensors: Vec<Tensor>,
-}
-
-impl TensorToSave {
-    fn of_tensor(tensor: &DTensor, rank: usize) -> Result<Self> {
-        let tensor = tensor.reduced(Location::caller())?;
-        Ok(TensorToSave {
-            dtype: tensor.dtype(),
-            shape: tensor.shape().to_vec(),
-            boxes: tensor.layout().boxes().collect(),
-            local_boxes: tensor.layout().boxes_of(rank),
-            tensors: vec![tensor.local().clone()],
-        })
-    }
-
-    fn of_sharded(tensor: &ShardedTensor, rank: usize) -> Self {
-        let ranks = tensor.device_mesh().ranks();
-        let boxes = ranks.iter().flat_map(|&r| tensor.metadata().boxes_of(r)).collect();
-        let (mut local_boxes, mut tensors) = (Vec::new(), Vec::new());
-        for shard in tensor.local_shards().iter().filter(|s| s.metadata().volume() > 0) {
-            let local_offsets = vec![0; shard.metadata().offsets.len()];
-            local_boxes.push(OwnedBox { rank, global: shard.metadata().as_box(), local_offsets });
-            tensors.push(shard.held().clone());
-        }
-        TensorToSave { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), boxes, local_boxes, tensors }
-    }
-
-    fn of_plain(tensor: &Tensor, world: &World) -> Result<Self> {
-        // A copy, because the program may write to it in place while an asynchronous save is running.
-        let tensor = own_copy(tensor)?;
-        let (dtype, shape) = (tensor.dtype(), tensor.dims().to_vec());
-        let whole = TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() };
-        let owned = |rank| OwnedBox { rank, global: whole.clone(), local_offsets: whole.offsets.clone() };
-        let boxes = if whole.volume() == 0 { Vec::new() } else { (0..world.size()).map(owned).collect() };
-        Ok(TensorToSave { dtype, shape, boxes, local_boxes: vec![owned(world.rank())], tensors: vec![tensor] })
-    }
-
-    /// The boxes to write. A tensor without elements is stored too, by rank 0.
-    fn stored_boxes(&self) -> Vec<OwnedBox> {
-        if !self.boxes.is_empty() {
-            return self.boxes.clone();
-        }
-        let global = TensorBox { offsets: vec![0; self.shape.len()], sizes: self.shape.clone() };
-        vec![OwnedBox { rank: 0, global, local_offsets: Vec::new() }]
-    }
-
-    /// The elements of one of this rank's boxes.
-    fn elements(&self, part: &TensorBox) -> Result<Tensor> {
-        if part.volume() == 0 {
-            return Ok(contiguous(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);
-        }
-        let at = self
-            .local_boxes
-            .iter()
-            .position(|owned| owned.global == *part)
-            .expect("a task is assigned to a rank that holds its box");
-        let tensor = if self.tensors.len() == self.local_boxes.len() { &self.tensors[at] } else { &self.tensors[0] };
-        Ok(contiguous(&block(tensor, &self.local_boxes[at].local_offsets, &part.sizes)?)?)
-    }
-}
-
-/// One rank's writer thread. Ranks report to rank 0 through files in the staging directory and not by collectives, which the
+/// One rank's writer thread. Ranks report to the coordinator through files in the staging directory and not by collectives, which the
 /// program may be using meanwhile.
 struct RankWriter {
     rank: usize,
     ranks: usize,
     writer: &'static dyn FormatWriter,
-    deadline: Duration,
+    options: SaveOptions,
     staged: PathBuf,
-    /// Only on rank 0, which commits it.
+    target: PathBuf,
+    /// Only on the coordinator, which commits it.
     staging: Option<Staging>,
     wait: Arc<AtomicU8>,
     planned: SavePlan,
@@ -382,30 +224,34 @@ impl RankWriter {
         let (report, rank) = (self.report_of(self.rank), self.rank);
         let (writer, staged) = (self.writer, self.staged.clone());
         let (boxes, contents) = (self.planned.boxes, self.planned.contents);
-        // Values are the same on all ranks; rank 0 writes them.
-        let in_files = rank == 0 && writer.values() == ValueStorage::InFiles;
+        // All ranks have all values; the coordinator writes them.
+        let in_files = self.staging.is_some() && writer.values() == ValueStorage::InFiles;
         let values = if in_files { contents.values.clone() } else { BTreeMap::new() };
-        let written = write_boxes(writer, &staged, (rank, self.ranks), boxes, &values);
+        let written = write_boxes(writer, &staged, (rank, self.ranks), boxes, (&values, &contents.paths));
         let report_text = match &written {
             Ok(files) => serde_json::to_string(files).map_err(Error::other)?,
             Err(error) => format!("!{}", error.to_report()),
         };
         let Some(staging) = self.staging else {
-            // Renamed into place so that rank 0 never sees half a report. On a full disk there may be no room for it: then the
+            // Renamed into place so that the coordinator never sees half a report. On a full disk there may be no room for it: then the
             // error of writing is the one to return.
             let unfinished = report.with_extension("unfinished");
             let reported = fs::write(&unfinished, report_text).and_then(|()| fs::rename(&unfinished, &report));
             written?;
             return reported.map_err(|error| unwritable(&report, &error));
         };
+        // Also after an error: the directory must not be removed while other ranks write to it.
+        let mut reports = ReportWait::new(self.options.deadline, &self.wait);
+        let other_ranks = (0..self.ranks).filter(|&rank| rank != self.rank);
+        let reported: Vec<_> = other_ranks.map(|rank| reports.read(&report_path(&staged, rank), rank)).collect();
         let mut all = written?;
-        for rank in 1..self.ranks {
-            let path = report_path(&staged, rank);
-            all.extend(wait_for(&path, rank, self.deadline, &self.wait)?);
-            fs::remove_file(&path).map_err(|error| unwritable(&path, &error))?;
+        for files in reported {
+            all.extend(files?);
         }
         finish_checkpoint(writer, &staged, contents, all)?;
-        staging.commit()
+        self.options.before_commit.iter().try_for_each(|hook| hook.run(&staged))?;
+        staging.commit()?;
+        self.options.after_commit.iter().try_for_each(|hook| hook.run(&self.target))
     }
 
     fn report_of(&self, rank: usize) -> PathBuf {
@@ -423,7 +269,7 @@ fn write_boxes(
     staged: &Path,
     (rank, ranks): (usize, usize),
     boxes: Vec<BoxToWrite>,
-    values: &BTreeMap<String, Value>,
+    (values, paths): (&BTreeMap<String, Value>, &BTreeMap<String, Vec<Key>>),
 ) -> Result<Vec<WrittenFile>> {
     let files = boxes_by_file(writer, boxes);
     let (count, none) = (files.len(), BTreeMap::new());
@@ -432,35 +278,50 @@ fn write_boxes(
         let values = if index == 0 { values } else { &none };
         if !boxes.is_empty() || !values.is_empty() {
             let name = writer.file_name(FileRole::OfRank { rank, ranks, index, count });
-            written.push(write_file(writer, staged, &name, boxes, values, &|_| {})?);
+            written.push(write_file(writer, staged, &name, boxes, (values, paths), &|_| {})?);
         }
     }
     Ok(written)
 }
 
-/// Waits for the report of another rank and returns the files that it wrote.
-fn wait_for(path: &Path, rank: usize, deadline: Duration, wait: &AtomicU8) -> Result<Vec<WrittenFile>> {
-    let start = Instant::now();
-    let mut left = None;
-    while !path.exists() {
-        if wait.load(SeqCst) == ABANDONED {
-            left.get_or_insert_with(Instant::now);
-        }
-        let is_failed = wait.load(SeqCst) == FAILED;
-        if is_failed || start.elapsed() > deadline || left.is_some_and(|since| since.elapsed() > GRACE) {
-            let found = format!("nothing from rank {rank} after {:?}", start.elapsed());
-            return Err(ErrorKind::path(path).error(
-                "save",
-                found,
-                "the files of all ranks",
-                "check what that rank was doing",
-            ));
-        }
-        std::thread::sleep(Duration::from_millis(1));
+/// Waits for the reports of other ranks, for all of them together as long as the options say.
+struct ReportWait<'a> {
+    start: Instant,
+    /// When it was seen that nobody waits for the save.
+    left: Option<Instant>,
+    deadline: Duration,
+    wait: &'a AtomicU8,
+}
+
+impl<'a> ReportWait<'a> {
+    fn new(deadline: Duration, wait: &'a AtomicU8) -> Self {
+        ReportWait { start: Instant::now(), left: None, deadline, wait }
     }
-    let text = fs::read_to_string(path)?;
-    match text.strip_prefix('!') {
-        Some(report) => Err(Error::from_report(rank, report)),
-        None => serde_json::from_str(&text).map_err(Error::other),
+
+    /// Waits for the report of a rank, removes it and returns the files that the rank wrote.
+    fn read(&mut self, path: &Path, rank: usize) -> Result<Vec<WrittenFile>> {
+        while !path.exists() {
+            if self.wait.load(SeqCst) == ABANDONED {
+                self.left.get_or_insert_with(Instant::now);
+            }
+            let is_failed = self.wait.load(SeqCst) == FAILED;
+            let is_late = self.start.elapsed() > self.deadline;
+            if is_failed || is_late || self.left.is_some_and(|since| since.elapsed() > GRACE) {
+                let found = format!("nothing from rank {rank} after {:?}", self.start.elapsed());
+                return Err(ErrorKind::path(path).error(
+                    "save",
+                    found,
+                    "the files of all ranks",
+                    "check what that rank was doing",
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let text = fs::read_to_string(path)?;
+        fs::remove_file(path).map_err(|error| unwritable(path, &error))?;
+        match text.strip_prefix('!') {
+            Some(report) => Err(Error::from_report(rank, report)),
+            None => serde_json::from_str(&text).map_err(Error::other),
+        }
     }
 }

@@ -5,16 +5,20 @@ use std::panic::Location;
 use std::path::{Path, PathBuf};
 
 use super::files::LoadReport;
+use super::load_options::StateLoadOptions;
 use super::open::format_of;
 use super::parts::{RestoreParts, StatefulParts, restore_parts, state_of};
-use super::save::{AsyncSave, SaveOptions, async_save, save_with};
+use super::plan_cache::PlanCache;
+use super::save::{AsyncSave, async_save, save_with};
+use super::save_options::SaveOptions;
 use super::state::State;
 use crate::comm::{World, all_ok, gather_texts};
 use crate::error::{ErrorKind, Result};
 
 /// A directory with one checkpoint per training step, `step-00000010` and so on.
 ///
-/// Every rank builds it with the same arguments; it holds no state but the path.
+/// Every rank builds it with the same arguments. It keeps the plan of its last save for the next one ([`PlanCache`]), and no
+/// other state but the path.
 ///
 /// ```
 /// use shardwise::checkpoint::{Series, State};
@@ -57,7 +61,8 @@ pub struct Resumed {
 impl Series {
     /// A series in the directory `root` that keeps all checkpoints. Local; creates nothing.
     pub fn new(root: impl AsRef<Path>) -> Self {
-        Series { root: root.as_ref().to_path_buf(), keep: None, options: SaveOptions::default() }
+        let options = SaveOptions { plan_cache: Some(PlanCache::default()), ..SaveOptions::default() };
+        Series { root: root.as_ref().to_path_buf(), keep: None, options }
     }
 
     /// Keeps only the last `count` checkpoints, at least one. Older ones are removed when a newer one is complete.
@@ -67,10 +72,11 @@ impl Series {
         self
     }
 
-    /// Sets the format and timeout of saves.
+    /// Sets the options of saves. Without a [`PlanCache`] among them, the series keeps its own.
     #[must_use]
     pub fn options(mut self, options: SaveOptions) -> Self {
-        self.options = options;
+        let plan_cache = options.plan_cache.or(self.options.plan_cache);
+        self.options = SaveOptions { plan_cache, ..options };
         self
     }
 
@@ -159,7 +165,7 @@ impl Series {
         let steps = gather_texts(world, &text, site)?.swap_remove(0);
         let (mut skipped, mut first) = (Vec::new(), None);
         for step in steps.split_whitespace().rev().filter_map(|step| step.parse::<u64>().ok()) {
-            match restore_parts(world, &self.path(step), &mut parts, site) {
+            match restore_parts(world, &self.path(step), &mut parts, &StateLoadOptions::default(), site) {
                 Ok(report) => return Ok(Some(Resumed { step, report, skipped })),
                 Err(error) => {
                     skipped.push((step, error.to_string()));

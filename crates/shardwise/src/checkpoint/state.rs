@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use super::value::{Key, Value, flat_key};
 use crate::error::{Error, ErrorKind, Result};
 use crate::optim::{OptimizerState, ParamState};
+use crate::param::MergedTensor;
 use crate::random::GeneratorState;
 use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
@@ -14,7 +15,7 @@ use crate::tensor::DTensor;
 /// A nested state dict: a tree of maps and lists with tensors and values as leaves.
 ///
 /// What [`save`](super::save()) writes; as a template, what [`load`](super::load()) fills. Anything that converts to a leaf
-/// (`DTensor`, [`ShardedTensor`], candle's `Tensor`, numbers, strings) converts to a `State`.
+/// (`DTensor`, [`ShardedTensor`], [`MergedTensor`], candle's `Tensor`, numbers, strings) converts to a `State`.
 ///
 /// ```
 /// use shardwise::checkpoint::State;
@@ -29,6 +30,8 @@ pub enum State {
     Tensor(DTensor),
     /// A sharded tensor; each rank saves and loads its local shards.
     Sharded(ShardedTensor),
+    /// A distributed tensor that is stored with its leading dimensions merged; it is saved and loaded in its own shape.
+    Merged(MergedTensor),
     /// A plain tensor, which must be the same on all ranks. It is written once.
     Plain(Tensor),
     /// A non-tensor value, which must be the same on all ranks.
@@ -43,6 +46,7 @@ pub enum State {
 pub(super) enum StateLeaf<'a> {
     Tensor(&'a DTensor),
     Sharded(&'a ShardedTensor),
+    Merged(&'a MergedTensor),
     Plain(&'a Tensor),
     Value(Value),
 }
@@ -110,6 +114,15 @@ impl State {
         })
     }
 
+    /// The tensor of a module or optimizer as it is stored there.
+    pub(super) fn stored_tensor(&self) -> Option<&DTensor> {
+        match self {
+            State::Tensor(tensor) => Some(tensor),
+            State::Merged(tensor) => Some(tensor.stored()),
+            _ => None,
+        }
+    }
+
     fn as_value(&self) -> Option<Value> {
         match self {
             State::Value(value) => Some(value.clone()),
@@ -138,8 +151,10 @@ impl State {
         let leaf = match self {
             State::Tensor(tensor) => StateLeaf::Tensor(tensor),
             State::Sharded(tensor) => StateLeaf::Sharded(tensor),
+            State::Merged(tensor) => StateLeaf::Merged(tensor),
             State::Plain(tensor) => StateLeaf::Plain(tensor),
-            State::Map(entries) if !entries.is_empty() => {
+            // A map without entries is a value, unless it is the whole state, which then has none.
+            State::Map(entries) if !entries.is_empty() || path.is_empty() => {
                 for (name, state) in entries {
                     path.push(Key::Name(name.clone()));
                     state.collect(path, flat)?;
@@ -256,6 +271,10 @@ impl std::fmt::Display for State {
             State::Sharded(tensor) => {
                 write!(f, "{} {:?}: {}", tensor.dtype().as_str(), tensor.shape(), tensor.sharding_spec())
             }
+            State::Merged(tensor) => {
+                let stored = tensor.stored();
+                write!(f, "{} {:?} stored as {}", stored.dtype().as_str(), tensor.shape(), stored.layout())
+            }
             State::Plain(tensor) => write!(f, "{} {:?}", tensor.dtype().as_str(), tensor.dims()),
             State::Value(value) => write!(f, "{value}"),
             State::Map(entries) => write!(f, "a map of {} entries", entries.len()),
@@ -273,6 +292,12 @@ impl From<DTensor> for State {
 impl From<ShardedTensor> for State {
     fn from(tensor: ShardedTensor) -> Self {
         State::Sharded(tensor)
+    }
+}
+
+impl From<MergedTensor> for State {
+    fn from(tensor: MergedTensor) -> Self {
+        State::Merged(tensor)
     }
 }
 
@@ -386,6 +411,7 @@ impl TryFrom<&State> for OptimizerState {
                 for (kind, entry) in entries {
                     match entry {
                         State::Tensor(tensor) => drop(param.tensors.insert(kind.clone(), tensor.clone())),
+                        State::Merged(tensor) => drop(param.tensors.insert(kind.clone(), tensor.stored().clone())),
                         // Without a detour through serde: JSON has no NaN and no infinities.
                         State::Value(Value::Float(number)) => drop(param.numbers.insert(kind.clone(), *number)),
                         other => {

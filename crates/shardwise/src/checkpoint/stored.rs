@@ -26,6 +26,12 @@ pub struct Contents {
     pub values: BTreeMap<String, Value>,
     /// The path of each flat key in the nested state; a key that is absent here is a path of one name.
     pub paths: BTreeMap<String, Vec<Key>>,
+    /// Entries that cannot be read, such as instances of Python classes, by flat key, with the reason.
+    pub unreadable: BTreeMap<String, String>,
+    /// Version of the format, if the checkpoint states one.
+    pub version: Option<String>,
+    /// Identifier of the save that wrote the checkpoint, if it has one.
+    pub save_id: Option<String>,
 }
 
 /// The metadata of one tensor in a checkpoint: type, global shape, and the chunks it is stored in.
@@ -192,9 +198,20 @@ impl Contents {
         Ok(())
     }
 
+    /// Lists an entry that is present and cannot be read, with the reason.
+    ///
+    /// # Errors
+    /// As [`add_tensor`](Self::add_tensor).
+    pub fn add_unreadable(&mut self, path: Vec<Key>, reason: String) -> Result<()> {
+        let key = self.free_key(&path)?;
+        self.unreadable.insert(key.clone(), reason);
+        self.paths.insert(key, path);
+        Ok(())
+    }
+
     fn free_key(&self, path: &[Key]) -> Result<String> {
         let key = flat_key(path);
-        if self.tensors.contains_key(&key) || self.values.contains_key(&key) {
+        if self.tensors.contains_key(&key) || self.values.contains_key(&key) || self.unreadable.contains_key(&key) {
             let found = format!("two entries with the flat key {key:?}");
             return Err(ErrorKind::Damaged.error("checkpoint", found, "different keys", NOT_A_CHECKPOINT));
         }

@@ -11,9 +11,7 @@ use super::catalog::Catalog;
 use super::state::State;
 use super::value::Value;
 use crate::error::{Error, ErrorKind, Result};
-use crate::optim::{
-    Adam, AdamW, GroupState, NAdam, Optimizer, OptimizerState, ParamGroup, ParamState, ShardedOptimizer,
-};
+use crate::optim::{Adam, AdamW, GroupState, Optimizer, OptimizerState, ParamGroup, ParamState, ShardedOptimizer};
 
 const GROUPS: &str = "param_groups";
 /// Our additional entry with the optimizer's number of steps: PyTorch counts steps per parameter only.
@@ -69,11 +67,12 @@ fn group_to_torch(state: &GroupState) -> Result<Value> {
         ("fused", Value::None),
         ("capturable", Value::Bool(false)),
         ("differentiable", Value::Bool(false)),
-        ("decoupled_weight_decay", Value::Bool(is_decoupled)),
         ("params", Value::List(state.params.iter().map(|name| Value::Text(name.clone())).collect())),
     ] {
         group.insert(name.to_string(), value);
     }
+    // A setting of some algorithms; for Adam and AdamW it says which of them wrote the group.
+    group.entry("decoupled_weight_decay".to_string()).or_insert(Value::Bool(is_decoupled));
     Ok(Value::Map(group))
 }
 
@@ -123,6 +122,7 @@ pub(super) fn from_torch(optimizer: &ShardedOptimizer, loaded: &State) -> Result
             for (kind, entry) in entries {
                 match entry {
                     State::Tensor(tensor) => drop(param.tensors.insert(kind.clone(), tensor.clone())),
+                    State::Merged(tensor) => drop(param.tensors.insert(kind.clone(), tensor.stored().clone())),
                     State::Value(Value::Float(number)) => drop(param.numbers.insert(kind.clone(), *number)),
                     State::Value(value) => drop(param.numbers.insert(kind.clone(), value.read::<f64>()?)),
                     _ => {}
@@ -204,7 +204,7 @@ fn group_from_torch(stored: &Value, own: &ParamGroup, optimizer: &ShardedOptimiz
     let decoupled_here = algorithm.name() == AdamW::NAME;
     if let Some(Value::Bool(stored)) = is_decoupled
         && *stored != decoupled_here
-        && [Adam::NAME, AdamW::NAME, NAdam::NAME].contains(&algorithm.name())
+        && [Adam::NAME, AdamW::NAME].contains(&algorithm.name())
     {
         return Err(bad(format!("decoupled_weight_decay = {stored}"), format!("that of {}", own.algorithm.name())));
     }
@@ -218,5 +218,5 @@ fn group_from_torch(stored: &Value, own: &ParamGroup, optimizer: &ShardedOptimiz
         None => number("lr")?.ok_or_else(|| bad("a group without lr", "a learning rate"))?,
     };
     let maximize = matches!(field(stored, "maximize"), Some(Value::Bool(true)));
-    Ok(ParamGroup { algorithm, lr, maximize, master: own.master })
+    Ok(ParamGroup { algorithm, lr, maximize, master: own.master, state_dtype: own.state_dtype })
 }

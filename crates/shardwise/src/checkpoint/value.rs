@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 /// A stored value that is not a tensor: what a pickled Python object of plain types is to PyTorch.
 ///
 /// In JSON most variants are the plain JSON value. JSON objects tag what it cannot express: a tuple is `{"tuple": [...]}`, a
-/// map `{"map": {...}}`, NaN and the infinities `{"float": "nan"}`.
+/// map `{"map": {...}}`, NaN and the infinities `{"float": "nan"}`, bytes `{"bytes": "00ff"}`.
 #[doc(alias = "BytesStorageMetadata")]
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
@@ -25,6 +25,8 @@ pub enum Value {
     Float(f64),
     /// A string.
     Text(String),
+    /// Bytes: Python's `bytes`, and the content of a `bytearray` or `BytesIO`.
+    Bytes(Vec<u8>),
     /// A list.
     List(Vec<Value>),
     /// A tuple, which Python distinguishes from a list.
@@ -69,6 +71,7 @@ impl Value {
             Value::Float(x) if x.is_finite() => json!(x),
             Value::Float(x) => json!({ "float": x.to_string().to_lowercase() }),
             Value::Text(text) => json!(text),
+            Value::Bytes(bytes) => json!({ "bytes": hex(bytes) }),
             Value::List(values) => Json::Array(list(values)),
             Value::Tuple(values) => json!({ "tuple": list(values) }),
             Value::Map(values) => {
@@ -85,7 +88,7 @@ impl Value {
     pub fn from_json(json: &Json) -> Result<Value> {
         let list = |values: &[Json]| values.iter().map(Value::from_json).collect::<Result<Vec<_>>>();
         let bad = |found: &Json| {
-            let needed = "a value, {\"tuple\": [...]}, {\"map\": {...}} or {\"float\": \"nan\"}";
+            let needed = "a value, {\"tuple\": [...]}, {\"map\": {...}}, {\"float\": \"nan\"} or {\"bytes\": \"00ff\"}";
             ErrorKind::Damaged.error(
                 "stored value",
                 found,
@@ -109,12 +112,25 @@ impl Value {
                     let entry = |(k, v): (&String, &Json)| Ok((k.clone(), Value::from_json(v)?));
                     Value::Map(map.iter().map(entry).collect::<Result<_>>()?)
                 }
+                Some((tag, Json::String(text))) if tag == "bytes" => {
+                    Value::Bytes(from_hex(text).ok_or_else(|| bad(json))?)
+                }
                 Some((tag, Json::String(text))) if tag == "float" => Value::Float(text.parse().map_err(|_| bad(json))?),
                 _ => return Err(bad(json)),
             },
             Json::Object(_) => return Err(bad(json)),
         })
     }
+}
+
+/// Bytes as hexadecimal digits.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<Vec<u8>> {
+    let (pairs, []) = text.as_bytes().as_chunks::<2>() else { return None };
+    pairs.iter().map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect()
 }
 
 impl Value {
@@ -154,6 +170,7 @@ impl Value {
         match self {
             Value::List(values) | Value::Tuple(values) => Json::Array(values.iter().map(Value::to_plain).collect()),
             Value::Map(values) => Json::Object(values.iter().map(|(k, v)| (k.clone(), v.to_plain())).collect()),
+            Value::Bytes(bytes) => Json::from(bytes.clone()),
             plain => plain.to_json(),
         }
     }
@@ -195,4 +212,6 @@ from! {
     f32 => Float f64::from;
     String => Text |text| text;
     &str => Text str::to_string;
+    Vec<u8> => Bytes |bytes| bytes;
+    &[u8] => Bytes <[u8]>::to_vec;
 }

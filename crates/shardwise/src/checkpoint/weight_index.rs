@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
+use serde_json::json;
 
 use super::files::Files;
 use super::safetensors::UniqueMap;
-use super::stored::{NOT_A_CHECKPOINT, check_file_name};
+use super::stored::{NOT_A_CHECKPOINT, StoredTensor, check_file_name};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Longest index that is read: a bound on what a hostile file can make a reader allocate.
@@ -32,4 +33,13 @@ pub(super) fn read_weight_index(files: &Files, name: &str) -> Result<BTreeMap<St
 pub(super) fn missing_tensor(missing: &str, fix: &str) -> Error {
     let found = format!("no tensor {missing:?} in the file that the index lists for it");
     ErrorKind::Damaged.error("index of weights", found, "all tensors of the index", fix)
+}
+
+/// The JSON text of the index.
+pub(super) fn index_text(tensors: &BTreeMap<String, StoredTensor>) -> Result<String> {
+    let total: usize = tensors.values().map(StoredTensor::bytes).sum();
+    let map: BTreeMap<&String, &String> =
+        tensors.iter().filter_map(|(k, t)| Some((k, &t.chunks.first()?.file))).collect();
+    serde_json::to_string_pretty(&json!({ "metadata": { "total_size": total }, "weight_map": map }))
+        .map_err(Error::other)
 }

@@ -9,7 +9,7 @@ use super::content::BoxToWrite;
 use super::directory::{sync, unwritable};
 use super::format::{FileToWrite, FormatWriter, WrittenFile};
 use super::stored::Contents;
-use super::value::Value;
+use super::value::{Key, Value};
 use crate::error::{Error, Result};
 
 /// Distributes the boxes of one rank over files: one file, or several if the format allows only one box of a tensor per file.
@@ -34,11 +34,11 @@ pub(super) fn write_file(
     directory: &Path,
     name: &str,
     boxes: Vec<BoxToWrite>,
-    values: &BTreeMap<String, Value>,
+    (values, paths): (&BTreeMap<String, Value>, &BTreeMap<String, Vec<Key>>),
     progress: &dyn Fn(u64),
 ) -> Result<WrittenFile> {
     let path = directory.join(name);
-    let file = FileToWrite { name, boxes, values, progress };
+    let file = FileToWrite { name, boxes, values, paths, progress };
     let written = write_to(writer, &path, file).map_err(|error| match error {
         // An I/O error without the path would not help.
         Error::Io(error) => unwritable(&path, &error),

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::placement::ReduceOp;
-use shardwise_kernels::check_supported;
+use shardwise_kernels::check_stored;
 
 /// One size per rank of a group.
 pub type RankSizes = SmallVec<[usize; 8]>;
@@ -153,7 +153,7 @@ impl Call {
     /// [`Error::Invalid`](crate::Error::Invalid) for a wrong number of tensors, a root or dimension out of range, sizes
     /// that do not match the tensor, or an element type that the reduction does not support.
     pub fn check(&self, me: usize, size: usize, inputs: &[Tensor]) -> Result<()> {
-        inputs.iter().try_for_each(check_supported)?;
+        inputs.iter().try_for_each(check_stored)?;
         let count = |needed: usize| match inputs.len() {
             n if n == needed => Ok(()),
             n => Err(ErrorKind::Operands.error(
@@ -272,7 +272,7 @@ impl Call {
                 outputs.len() == expected.len() && outputs.iter().zip(expected).all(|(output, meta)| is(output, meta))
             }
         };
-        outputs.iter().try_for_each(check_supported)?;
+        outputs.iter().try_for_each(check_stored)?;
         if fits {
             return Ok(());
         }

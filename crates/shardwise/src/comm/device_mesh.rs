@@ -148,7 +148,8 @@ impl DeviceMesh {
                 "test my_coordinate() before communicating",
             ));
         }
-        let group = self.0.world.subgroup(&self.0.mesh.group_ranks(axes, self.0.world.rank()))?;
+        let names: Vec<&str> = axes.iter().map(|&axis| self.0.mesh.axes()[axis].name.as_str()).collect();
+        let group = self.0.world.subgroup(&self.0.mesh.group_ranks(axes, self.0.world.rank()))?.along(&names.join(","));
         self.0.groups.lock().insert(axes.to_vec(), group.clone());
         Ok(group)
     }

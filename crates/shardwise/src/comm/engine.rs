@@ -13,6 +13,7 @@ pub use super::host::{
     wrong_thread_error,
 };
 pub use super::purpose::Purpose;
+pub use super::waiting::{WaitingTime, while_waiting};
 pub use crate::fnv::fnv1a;
 pub use shardwise_kernels::{concat, contiguous, immutable, split_packed, with_bytes};
 

@@ -13,8 +13,8 @@ use crate::rank_context::{RankContext, in_scope, rank_context};
 /// A policy for implicit redistributions, which an operator performs because it needs its inputs in another
 /// layout. PyTorch's `ExplicitRedistributionContext`.
 ///
-/// Explicit communication (`redistribute`, `full_tensor`, a collective of a group) is always allowed, and so is a
-/// redistribution that communicates nothing. Local: a scope belongs to the calling rank. Scopes nest, and the innermost
+/// Explicit communication (`redistribute`, `full_tensor`, a collective of a group) is always allowed, and so is, unless
+/// [`strict`](Self::strict), a redistribution that communicates nothing. Local: a scope belongs to the calling rank. Scopes nest, and the innermost
 /// counts.
 ///
 /// ```
@@ -42,6 +42,7 @@ enum ImplicitPolicy {
     Allow,
     Warn(Rc<dyn Fn(&ImplicitRedistribution)>),
     Error,
+    Strict,
 }
 
 /// An implicit redistribution, as reported to [`ExplicitRedistribution::warn_to`].
@@ -69,6 +70,12 @@ impl ExplicitRedistribution {
     /// Fails an implicit redistribution with [`Error::Implicit`], before anything is communicated.
     pub fn error() -> Self {
         ExplicitRedistribution(ImplicitPolicy::Error)
+    }
+
+    /// Fails an implicit redistribution as [`error`](Self::error) does, also one that communicates nothing: a replicated input that
+    /// an operator takes as a shard. PyTorch's `strict=True`.
+    pub fn strict() -> Self {
+        ExplicitRedistribution(ImplicitPolicy::Strict)
     }
 
     /// Prints an implicit redistribution to standard error, on the first rank of its group, once per operator and source
@@ -109,13 +116,16 @@ type CurrentRedistribution = Option<(Layout, Layout, bool)>;
 
 /// Runs `body`, which redistributes a tensor: reports from inside contain its layouts.
 pub(crate) fn while_redistributing<R>(from: &Layout, to: &Layout, body: impl FnOnce() -> R) -> R {
-    if !rank_context(|context| context.reports_implicit.get()) {
-        return body();
-    }
     let enter = |context: &RankContext| {
         context.moving.replace::<CurrentRedistribution>(Some((from.clone(), to.clone(), false)))
     };
     in_scope(enter, |context, before| drop(context.moving.replace(before)), body)
+}
+
+/// The layouts before and after the redistribution that is being executed.
+pub(super) fn current_layouts() -> Option<(Layout, Layout)> {
+    let layouts = |moving: &mut CurrentRedistribution| moving.as_ref().map(|(from, to, _)| (from.clone(), to.clone()));
+    rank_context(|context| context.moving.with(layouts))
 }
 
 /// Applies the policy to a collective that an operator is about to make by itself.
@@ -137,11 +147,33 @@ pub(super) fn check(
     let call = RankCall { rank, call: call.to_string(), group: group.to_vec(), site: user_site(site).to_string() };
     // Cloned, so that nothing is borrowed while the callback runs: it may use tensors.
     match rank_context(|context| context.implicit_redistributions.with(|policy: &mut ImplicitPolicy| policy.clone())) {
-        ImplicitPolicy::Error => Err(Error::Implicit { operator, moves: moves(&layouts), call: Box::new(call) }),
+        ImplicitPolicy::Error | ImplicitPolicy::Strict => {
+            Err(Error::Implicit { operator, moves: moves(&layouts), call: Box::new(call) })
+        }
         ImplicitPolicy::Warn(report) if !reported => {
             report(&ImplicitRedistribution { operator, layouts, call });
             Ok(())
         }
         ImplicitPolicy::Warn(_) | ImplicitPolicy::Allow => Ok(()),
     }
+}
+
+/// Applies a strict policy to an input that an operator is about to redistribute by itself, with or without communication.
+pub(crate) fn check_relabelling(
+    operator: &'static str,
+    from: &Layout,
+    to: &Layout,
+    rank: usize,
+    site: Site,
+) -> Result<()> {
+    if !rank_context(|context| context.reports_implicit.get()) {
+        return Ok(());
+    }
+    let is_strict = |policy: &mut ImplicitPolicy| matches!(policy, ImplicitPolicy::Strict);
+    if !rank_context(|context| context.implicit_redistributions.with(is_strict)) {
+        return Ok(());
+    }
+    let group = from.mesh().ranks().to_vec();
+    let call = RankCall { rank, call: "redistribute".to_string(), group, site: user_site(site).to_string() };
+    Err(Error::Implicit { operator, moves: moves(&Some((from.clone(), to.clone()))), call: Box::new(call) })
 }

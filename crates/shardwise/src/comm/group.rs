@@ -13,7 +13,8 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::module_scope::user_site;
 use crate::placement::ReduceOp;
-use shardwise_kernels::{check_supported, own_copy};
+use crate::rank_context::{RankContext, in_scope};
+use shardwise_kernels::{check_stored, own_copy};
 
 /// A group of ranks that communicate, as one of its ranks sees it.
 ///
@@ -55,12 +56,19 @@ use shardwise_kernels::{check_supported, own_copy};
 #[derive(Clone)]
 pub struct Group {
     engine: Arc<dyn Communicator>,
+    /// The mesh axes that it spans, for the trace.
+    axes: Option<Arc<str>>,
 }
 
 impl Group {
     /// Creates a group from an engine's communicator.
     pub fn new(engine: Arc<dyn Communicator>) -> Self {
-        Group { engine }
+        Group { engine, axes: None }
+    }
+
+    /// The same group with the names of the mesh axes that it spans.
+    pub(super) fn along(self, axes: &str) -> Self {
+        Group { axes: Some(axes.into()), ..self }
     }
 
     /// This rank's number within the group. Local.
@@ -352,7 +360,9 @@ impl Group {
 
     /// Executes a call whose inputs the caller will not overwrite.
     pub(crate) fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        let outputs = self.engine.run(call, inputs, user_site(site))?;
+        let enter = |context: &RankContext| context.group_axes.replace(self.axes.clone());
+        let leave = |context: &RankContext, before| drop(context.group_axes.replace(before));
+        let outputs = in_scope(enter, leave, || self.engine.run(call, inputs, user_site(site)))?;
         call.check_outputs(self.rank(), inputs, &outputs)?;
         Ok(outputs)
     }
@@ -377,7 +387,7 @@ impl Group {
         if !self.engine.shares_memory() || self.size() > 1 && call.has_second_phase(inputs) {
             return Cow::Borrowed(inputs);
         }
-        let copy = |t: &Tensor| check_supported(t).and_then(|()| own_copy(t)).unwrap_or_else(|_| t.clone());
+        let copy = |t: &Tensor| check_stored(t).and_then(|()| own_copy(t)).unwrap_or_else(|_| t.clone());
         inputs.iter().map(copy).collect::<Vec<_>>().into()
     }
 

@@ -11,16 +11,21 @@ mod check;
 mod current;
 mod device_mesh;
 mod dry;
+mod dump;
 pub mod engine;
 mod explicit;
 mod group;
 mod host;
+mod lock;
 mod measure;
+mod memory_kind;
+mod profile;
 mod memory;
 mod purpose;
 pub mod threads;
 mod trace;
 mod flops;
+mod waiting;
 mod world;
 
 pub(crate) use agreement::{agree, all_ok, gather_texts};
@@ -29,16 +34,25 @@ pub use current::{current_mesh, with_mesh};
 pub use device_mesh::DeviceMesh;
 pub(crate) use device_mesh::MeshIdentity;
 pub use dry::{DryRun, DryWorld};
-pub(crate) use explicit::while_redistributing;
+pub use dump::{DUMP_DIR_VARIABLE, DumpedCall, DumpedMessage, RankDump};
 pub use explicit::{ExplicitRedistribution, ImplicitRedistribution};
+pub(crate) use explicit::{check_relabelling, while_redistributing};
 pub use group::Group;
-pub use memory::Memory;
+pub use lock::{CommLock, LockedCall, UPDATE_LOCK, check_communication, lock};
 pub(crate) use memory::MemoryCharge;
+pub use memory::{Memory, MemoryByKind, MemorySample};
+pub use memory_kind::MemoryKind;
+pub(crate) use profile::begin_span;
+pub use profile::{MemoryEvent, Profile, ProfileSpan, SpanKind};
 pub(crate) use purpose::{Origin, with_purpose};
 pub use threads::{ThreadWorld, launch, launch_scoped};
-pub(crate) use trace::record_implicit_operator;
-pub use trace::{CommRecord, CommReport, CommTotal, Trace, explicit_communication_only, record_operator};
+pub use trace::{
+    CommRecord, CommReport, CommTotal, Trace, explicit_communication_only, record_communication, record_operator,
+};
+pub(crate) use trace::{name_operator, record_implicit_operator};
 pub use world::World;
+
+pub use crate::rank_context::Phase;
 
 use std::sync::Arc;
 

@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 use super::flops::FlopCounter;
+use super::profile::{self, Profile};
 use super::trace::Traced;
 use super::{Communicator, Group, Memory, Trace};
 use crate::error::Result;
@@ -86,6 +87,35 @@ impl World {
     #[doc(alias = "max_memory_allocated")]
     pub fn memory(&self) -> &Memory {
         &self.memory
+    }
+
+    /// Runs `body` and records what this rank does in it: modules, operators, redistributions and collectives as spans of time
+    /// with their layouts, and the memory over time.
+    ///
+    /// Local: other ranks may record or not. Costs about 1 us per span; outside of this scope nothing is recorded. A
+    /// [`RunReport`](crate::comm::Profile) shows profiles as a page or in Perfetto.
+    ///
+    /// # Errors
+    /// That of `body`.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let x = DTensor::ones((4, 4), DType::F32, &mesh, [Shard(1)])?;
+    ///     let (_, profile) = world.profile(|| x.matmul(&x)?.exp())?;
+    ///     let names: Vec<&str> = profile.spans.iter().map(|span| span.name).collect();
+    ///     assert!(names.contains(&"matmul") && names.contains(&"exp"), "{names:?}");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "torch.profiler.profile")]
+    pub fn profile<R>(&self, body: impl FnOnce() -> Result<R>) -> Result<(R, Profile)> {
+        let (rank, is_dry, memory_before) = (self.global_rank(), self.is_dry(), self.memory.by_kind().as_array());
+        let (result, duration, spans, memory) = profile::recorded(body);
+        Ok((result?, Profile { rank, is_dry, duration, memory_before, spans, memory }))
     }
 
     /// Floating-point operations of this rank, counted in dry runs only.

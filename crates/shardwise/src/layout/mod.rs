@@ -1,11 +1,13 @@
 //! Layouts: a tensor's shape, its mesh and its placements, and so what every rank owns. Pure arithmetic, no communication.
 
 mod boxes;
+mod merged;
 mod order;
 mod resize;
 mod text;
 
 pub use boxes::{OwnedBox, TensorBox};
+pub use merged::MergedShape;
 pub(crate) use resize::{coordinates, ragged};
 
 use std::sync::LazyLock;

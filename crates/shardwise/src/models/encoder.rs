@@ -10,6 +10,7 @@ use crate::error::{ErrorKind, Result};
 use crate::nn::init::Init;
 use crate::nn::{Activation, Builder, Embedding, Forward, Hooks, Linear, PlanHints, layer};
 use crate::param::Param;
+use crate::placement::Placement::Replicate;
 use crate::tensor::DTensor;
 
 /// Sizes and options of an [`Encoder`].
@@ -17,6 +18,8 @@ use crate::tensor::DTensor;
 pub(super) struct EncoderSpec {
     pub(super) vocab_size: usize,
     pub(super) width: usize,
+    /// Features of the embeddings, projected to `width` if that is another number.
+    pub(super) embedding_width: usize,
     pub(super) layers: usize,
     pub(super) heads: usize,
     /// Features inside an MLP.
@@ -28,6 +31,8 @@ pub(super) struct EncoderSpec {
     pub(super) first_position: usize,
     /// Rows of the table of token types; 0 if there is none.
     pub(super) token_types: usize,
+    /// Buckets of distances between positions with a bias of attention each; 0 if there are none.
+    pub(super) distance_buckets: usize,
     pub(super) eps: f64,
     /// Whether there is a layer on top of the first token.
     pub(super) pooler: bool,
@@ -39,7 +44,8 @@ impl EncoderSpec {
         let bad = |found: String, needed: &str| {
             Err(ErrorKind::Model.error("model", format!("{model} with {found}"), needed, "correct the configuration"))
         };
-        if [self.vocab_size, self.width, self.layers, self.heads, self.hidden, self.positions].contains(&0) {
+        let EncoderSpec { vocab_size, width, embedding_width, layers, heads, hidden, positions, .. } = *self;
+        if [vocab_size, width, embedding_width, layers, heads, hidden, positions].contains(&0) {
             return bad("a size of 0".into(), "sizes of at least 1");
         }
         if !self.width.is_multiple_of(self.heads) {
@@ -60,12 +66,18 @@ impl EncoderSpec {
 pub struct Encoder {
     /// Token embedding.
     pub tokens: Embedding,
-    /// Position embedding `[positions, width]`.
+    /// Position embedding `[positions, features]`.
     pub positions: Param,
-    /// Embedding of token types `[types, width]`, if there is one.
+    /// Embedding of token types `[types, features]`, if there is one.
     pub token_types: Option<Param>,
     /// Norm of the sum of the embeddings.
     pub norm: FeatureNorm,
+    /// Layer from the features of the embeddings to those of the blocks, if they differ (ELECTRA).
+    #[doc(alias = "embeddings_project")]
+    pub projection: Option<Linear>,
+    /// Bias of attention by the distance of two positions `[buckets, heads]`, if there is one (MPNet).
+    #[doc(alias = "relative_attention_bias")]
+    pub distance_bias: Option<Param>,
     /// Transformer blocks.
     pub blocks: Vec<EncoderBlock>,
     /// Layer on top of the first token, if there is one.
@@ -77,7 +89,7 @@ pub struct Encoder {
     spec: EncoderSpec,
 }
 
-layer!(Encoder { tokens, positions, token_types, norm, blocks, pooler, hooks, hints });
+layer!(Encoder { tokens, positions, token_types, norm, projection, distance_bias, blocks, pooler, hooks, hints });
 
 /// A block of an [`Encoder`]: attention and MLP, each followed by a norm of the residual sum.
 pub struct EncoderBlock {
@@ -152,14 +164,19 @@ impl EncoderBlock {
 
 impl Encoder {
     pub(super) fn new(builder: &Builder, spec: &EncoderSpec) -> Result<Self> {
-        let EncoderSpec { vocab_size, width, positions, token_types, eps, .. } = *spec;
-        let table = |name: &str, rows: usize| builder.param(name, &[rows, width], Init::Normal(0.0, 0.02));
+        let EncoderSpec { vocab_size, width, embedding_width, heads, positions, token_types, eps, .. } = *spec;
+        let table = |name: &str, shape: [usize; 2]| builder.param(name, &shape, Init::Normal(0.0, 0.02));
+        let (buckets, norm) = (spec.distance_buckets, NormSpec { kind: NormKind::Layer, eps });
+        let is_projected = embedding_width != width;
+        let projection = is_projected.then(|| linear(builder, "projection", [embedding_width, width], true));
         let blocks = (0..spec.layers).map(|i| EncoderBlock::new(&builder.child(&format!("blocks.{i}")), spec));
         Ok(Encoder {
-            tokens: Embedding::new(&builder.child("tokens"), vocab_size, width)?,
-            positions: table("positions", positions)?,
-            token_types: (token_types > 0).then(|| table("token_types", token_types)).transpose()?,
-            norm: FeatureNorm::new(&builder.child("norm"), width, NormSpec { kind: NormKind::Layer, eps })?,
+            tokens: Embedding::new(&builder.child("tokens"), vocab_size, embedding_width)?,
+            positions: table("positions", [positions, embedding_width])?,
+            token_types: (token_types > 0).then(|| table("token_types", [token_types, embedding_width])).transpose()?,
+            norm: FeatureNorm::new(&builder.child("norm"), embedding_width, norm)?,
+            projection: projection.transpose()?,
+            distance_bias: (buckets > 0).then(|| table("distance_bias", [buckets, heads])).transpose()?,
             blocks: blocks.collect::<Result<_>>()?,
             pooler: spec.pooler.then(|| linear(builder, "pooler", [width, width], true)).transpose()?,
             hooks: builder.hooks(),
@@ -199,16 +216,23 @@ impl Encoder {
             return Err(ErrorKind::shape(ids.shape()).error("ids", found, needed, "shorten or reshape them"));
         }
         let mut x = self.tokens.forward(ids)?;
-        x = x.add(&self.positions.get().narrow(0, self.spec.first_position, length)?)?;
+        x = x.add(&self.positions.forward_value()?.narrow(0, self.spec.first_position, length)?)?;
         if let Some(table) = &self.token_types {
             x = match token_types {
-                Some(types) => x.add(&table.get().embedding(types)?)?,
-                None => x.add(&table.get().narrow(0, 0, 1)?)?,
+                Some(types) => x.add(&table.forward_value()?.embedding(types)?)?,
+                None => x.add(&table.forward_value()?.narrow(0, 0, 1)?)?,
             };
         }
-        let x = self.norm.forward(&x)?;
+        let mut x = self.norm.forward(&x)?;
+        if let Some(projection) = &self.projection {
+            x = projection.forward(&x)?;
+        }
         let seen = mask.map(|mask| mask.ne(0.0)?.unsqueeze(1)?.unsqueeze(1)).transpose()?;
-        let last_hidden_state = self.blocks.iter().try_fold(x, |x, block| block.run(&x, seen.as_ref()))?;
+        let mask = match &self.distance_bias {
+            Some(table) => Some(biased_mask(&table.forward_value()?, length, seen.as_ref())?),
+            None => seen,
+        };
+        let last_hidden_state = self.blocks.iter().try_fold(x, |x, block| block.run(&x, mask.as_ref()))?;
         let pooler_output = match &self.pooler {
             Some(pooler) => Some(pooler.forward(&last_hidden_state.select(1, 0)?)?.tanh()?),
             None => None,
@@ -252,4 +276,32 @@ impl Encoder {
             }
         }
     }
+}
+
+/// A mask that adds the bias of the distance of query and key to the scores `[batch or 1, heads, length, length]`, and hides the
+/// keys that are not seen. `table` is `[buckets, heads]`.
+#[track_caller]
+fn biased_mask(table: &DTensor, length: usize, seen: Option<&DTensor>) -> Result<DTensor> {
+    let (mesh, buckets) = (table.device_mesh(), table.shape()[0]);
+    let bucket = |i: &[usize]| distance_bucket(i[0], i[1], buckets) as f64;
+    let of_pairs = DTensor::from_fn(((length, length), DType::U32), mesh, vec![Replicate; mesh.ndim()], bucket)?;
+    let bias = table.embedding(&of_pairs)?.permute(&[2, 0, 1])?.unsqueeze(0)?;
+    let Some(seen) = seen else { return Ok(bias) };
+    let hidden = seen.to_dtype(bias.dtype())?.zeros_like()?.masked_fill(&seen.eq(0.0)?, f64::NEG_INFINITY)?;
+    bias.add(&hidden)
+}
+
+/// The bucket of the distance of a key from a query: half of the buckets are for later keys; half of those for one distance each,
+/// and the rest for ranges of distances that grow up to [`MAX_DISTANCE`].
+fn distance_bucket(query: usize, key: usize, buckets: usize) -> usize {
+    /// Keys that are farther away share a bucket.
+    const MAX_DISTANCE: f32 = 128.0;
+    let (half, exact, distance) = (buckets / 2, buckets / 4, query.abs_diff(key));
+    let side = if key > query { half } else { 0 };
+    if distance < exact {
+        return side + distance;
+    }
+    // In f32, so that the ranges begin where those of transformers do.
+    let part = (distance as f32 / exact as f32).ln() / (MAX_DISTANCE / exact as f32).ln();
+    side + (exact + (part * (half - exact) as f32) as usize).min(half - 1)
 }

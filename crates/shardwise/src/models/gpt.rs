@@ -203,7 +203,7 @@ impl Forward for GptBlock {
 impl Forward for Gpt {
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         self.hooks.run(ids, |ids| {
-            let positions = self.positions.get().narrow(0, 0, ids.shape()[1])?;
+            let positions = self.positions.forward_value()?.narrow(0, 0, ids.shape()[1])?;
             let x = self.dropout.forward(&self.tokens.forward(ids)?.add(&positions)?)?;
             let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
             self.head.forward(&self.norm.forward(&x)?)

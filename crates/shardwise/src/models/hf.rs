@@ -123,8 +123,7 @@ fn beside_weights() -> impl Iterator<Item = &'static str> {
 
 /// A weight in the shape of the file, still sharded.
 fn exported(weight: &WeightName, params: &BTreeMap<String, Param>) -> Result<DTensor> {
-    let parts: Result<Vec<DTensor>> =
-        weight.paths.iter().map(|path| Ok(parameter(params, path)?.get().detach())).collect();
+    let parts: Result<Vec<DTensor>> = weight.paths.iter().map(|path| parameter(params, path)?.separate()).collect();
     let joined = weight.joined(&parts?)?;
     if weight.transposed && joined.ndim() == 2 { joined.t() } else { Ok(joined) }
 }

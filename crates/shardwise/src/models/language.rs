@@ -20,9 +20,15 @@ pub trait LanguageModel: Model + Forward {
     /// Collective. Logits that are sharded on the vocabulary are not gathered.
     #[track_caller]
     fn loss(&self, ids: &DTensor, targets: &DTensor) -> Result<DTensor> {
-        let logits = self.forward(ids)?.flatten(0, 1)?.to_dtype(DType::F32)?;
-        logits.cross_entropy(&targets.flatten(0, 1)?, LossOptions::default())
+        loss_of_logits(&self.forward(ids)?, targets)
     }
+}
+
+/// The mean cross entropy of targets `[batch, length]`, computed in f32.
+#[track_caller]
+pub(super) fn loss_of_logits(logits: &DTensor, targets: &DTensor) -> Result<DTensor> {
+    let logits = logits.flatten(0, 1)?.to_dtype(DType::F32)?;
+    logits.cross_entropy(&targets.flatten(0, 1)?, LossOptions::default())
 }
 
 /// The loss of a batch of two tensors, ids and targets.
@@ -102,7 +108,7 @@ pub(super) fn initialize_weights(model: &dyn Module, layers: usize) -> Result<()
     const STD: f64 = 0.02;
     for (path, param) in model.named_parameters() {
         let value = param.get();
-        let init = match value.ndim() {
+        let init = match param.shape().len() {
             2 if path.ends_with("output.weight") || path.ends_with("down.weight") => {
                 Init::Normal(0.0, STD / ((2 * layers) as f64).sqrt())
             }

@@ -134,7 +134,7 @@ pub fn dry_load_model(
     let ModelSource { config, weights, .. } = ModelSource::read(path, options)?;
     let catalog = as_hf(open(weights)?)?;
     let loads = |module: &dyn Module, mesh: &DeviceMesh| -> Result<Vec<RankLoad>> {
-        let plan = planner.plan(module, mesh)?;
+        let plan = planner.plan(module, mesh)?.without_merged();
         let params = module.named_parameters();
         let layout = |(path, param): &(String, Param)| Ok((path.clone(), plan.layout_of(path, &param.layout())?));
         let layouts = params.iter().map(layout).collect::<Result<BTreeMap<String, Layout>>>()?;
@@ -192,6 +192,8 @@ impl ModelSource {
         site: Site,
         build: impl FnOnce(&Builder) -> Result<M>,
     ) -> Result<(M, LoadReport)> {
+        // Files have the shapes of the model: dimensions are merged when the weights are there.
+        let (merging, plan) = (plan, &plan.without_merged());
         let builder = plan.builder(mesh).dtype(options.dtype).zeros();
         let built = build(&builder).and_then(|module| builder.check(&module).map(|()| module));
         let module = all_ok(mesh.world(), built, site)?;
@@ -223,6 +225,7 @@ impl ModelSource {
         for (param, value) in loaded {
             if value.shape() == param.shape() { param.set(&value)? } else { param.set_quantized(&value)? }
         }
+        merging.merge_parameters(&module)?;
         Ok((module, report))
     }
 }

@@ -22,9 +22,11 @@
 //! # Ok::<(), Error>(())
 //! ```
 
+mod build_model;
 mod cache;
 mod config;
 mod decoder;
+mod dry_training;
 mod encoder;
 mod families;
 mod fields;
@@ -40,12 +42,16 @@ mod peft;
 mod plans;
 mod pretrained;
 mod source;
+mod step_options;
 mod stored_weights;
 mod weights;
 
+pub use build_model::build;
 pub use cache::KvCache;
 pub use config::ModelConfig;
 pub use decoder::{Decoder, DecoderAttention, DecoderBlock, DecoderMlp, Experts, FeatureNorm, MixtureOfExperts};
+pub use dry_training::report_step;
+pub(crate) use dry_training::{DryTraining, bind, dry_world};
 pub use encoder::{Encoder, EncoderBlock, EncoderOutput, Pooling};
 pub use gpt::{Gpt, GptBlock, GptConfig};
 pub use hf::{check_export, export_hf};
@@ -56,9 +62,8 @@ pub use load_options::{LoadOptions, ProgressFn};
 pub use model::{Model, ModelSpec};
 pub use names::{RowOrder, WeightName, WeightNames};
 pub use peft::{load_adapter, lora_targets, save_adapter};
-pub use plans::{
-    DataParallelMode, ParallelismConfig, StepOptions, batch_placements, build, estimate_step, search_plan,
-};
+pub use plans::{DataParallelMode, ParallelismConfig, batch_placements, estimate_step, search_plan};
 pub use pretrained::{PretrainedConfig, PretrainedModel};
 pub use source::{load_text_files, load_tokenizer};
+pub use step_options::StepOptions;
 pub use weights::{export, import};

@@ -1,16 +1,16 @@
 //! Plans for models on two mesh axes: `dp`, over which the batch is sharded, and `tp`, over which heads and features are.
 
-use candle_core::DType;
-
-use super::model::{Model, ModelSpec};
-use crate::comm::{DeviceMesh, DryWorld};
+use super::dry_training::{DryTraining, bind, dry_world};
+use super::model::ModelSpec;
+use super::step_options::StepOptions;
+use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::mesh::{Mesh, Network};
 use crate::nn::{Builder, Module};
 use crate::placement::Placement::{self, Replicate, Shard};
 use crate::plan::{
-    AutoPlanner, DEFAULT_FLOPS_PER_S, DataParallel, FullyShard, PlanSearch, ShardingPlan, ShardingPlanner,
-    StepEstimate, TensorParallel, batch_inputs, check_hints, shard_module,
+    AutoPlanner, DataParallel, FullyShard, PlanSearch, ShardingPlan, ShardingPlanner, StepEstimate, TensorParallel,
+    batch_inputs, check_hints,
 };
 
 /// What ranks along the `dp` axis, which shard the batch, hold of the parameters.
@@ -59,7 +59,7 @@ impl ParallelismConfig {
     pub fn plan(&self, config: &(impl ModelSpec + ?Sized), mesh: &Mesh) -> Result<ShardingPlan> {
         self.check(config, mesh)?;
         // No collective is priced here, so any network does.
-        in_dry_run(config, mesh, &Network::THREADS, |module, mesh| {
+        in_dry_run(config, mesh, &StepOptions::new(1, Network::THREADS), |module, mesh| {
             let mut plan = ShardingPlan::new();
             if self.tensor_parallel {
                 let planner = TensorParallel::new("tp");
@@ -109,48 +109,6 @@ impl ParallelismConfig {
     }
 }
 
-/// The training step that [`search_plan`] and [`estimate_step`] run without data, and what they price it by.
-///
-/// ```
-/// use shardwise::mesh::{Link, Network};
-/// use shardwise::models::StepOptions;
-///
-/// let cable = Link { latency_us: 30.0, gb_per_s: 1.25 };
-/// let two_hosts = Network::of_hosts([0, 0, 1, 1], Link::THREADS, cable)?;
-/// let options = StepOptions::new(32, two_hosts).memory_limit(8 << 30);
-/// assert_eq!(options.batch, 32);
-/// # Ok::<(), shardwise::Error>(())
-/// ```
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepOptions {
-    /// Samples of a batch, over all ranks.
-    pub batch: usize,
-    /// Links between the ranks, by which collectives are priced: [`World::network`](crate::World::network) of the world
-    /// that the model will run in.
-    pub network: Network,
-    /// Most bytes that a rank may need; no limit by default.
-    pub memory_limit: usize,
-    /// Elementary operations that a rank does in a second; 20e9 by default, about one core.
-    pub flops_per_s: f64,
-}
-
-impl StepOptions {
-    /// A step on batches of `batch` samples, on a network.
-    pub fn new(batch: usize, network: Network) -> Self {
-        StepOptions { batch, network, memory_limit: usize::MAX, flops_per_s: DEFAULT_FLOPS_PER_S }
-    }
-
-    /// Sets `memory_limit`.
-    pub fn memory_limit(self, bytes: usize) -> Self {
-        StepOptions { memory_limit: bytes, ..self }
-    }
-
-    /// Sets `flops_per_s`.
-    pub fn flops_per_s(self, rate: f64) -> Self {
-        StepOptions { flops_per_s: rate, ..self }
-    }
-}
-
 /// Searches for the plan under which a training step takes the least time, among plans that fit into the memory limit.
 ///
 /// Local: the candidates run in dry runs, without data and without other ranks. The result depends on the arguments alone,
@@ -173,8 +131,8 @@ impl StepOptions {
 pub fn search_plan(config: &(impl ModelSpec + ?Sized), mesh: &Mesh, options: &StepOptions) -> Result<PlanSearch> {
     config.check()?;
     check_axes(mesh)?;
-    let step = |plan: &ShardingPlan, mesh: &DeviceMesh| training_step(config, plan, mesh, options.batch);
-    in_dry_run(config, mesh, &options.network, |module, mesh| {
+    let step = |plan: &ShardingPlan, mesh: &DeviceMesh| training_step(config, plan, mesh, options);
+    in_dry_run(config, mesh, options, |module, mesh| {
         let planner = AutoPlanner::new(step).memory_limit(options.memory_limit).flops_per_s(options.flops_per_s);
         planner.trials(TRIALS).search(module, mesh)
     })
@@ -205,8 +163,8 @@ pub fn estimate_step(
     options: &StepOptions,
 ) -> Result<StepEstimate> {
     config.check()?;
-    let step = |plan: &ShardingPlan, mesh: &DeviceMesh| training_step(config, plan, mesh, options.batch);
-    in_dry_run(config, mesh, &options.network, |_, mesh| {
+    let step = |plan: &ShardingPlan, mesh: &DeviceMesh| training_step(config, plan, mesh, options);
+    in_dry_run(config, mesh, options, |_, mesh| {
         AutoPlanner::new(step).flops_per_s(options.flops_per_s).estimate(plan, mesh)
     })
 }
@@ -215,37 +173,15 @@ pub fn estimate_step(
 /// step of a full model once, and a command waits for it.
 const TRIALS: usize = 24;
 
-/// Forward and backward pass of a new model, with gradients in the layouts of the parameters; the optimizer is local.
+/// Forward and backward pass of a new model, with gradients in the layouts of the parameters, and the update, if any.
 fn training_step(
     config: &(impl ModelSpec + ?Sized),
     plan: &ShardingPlan,
     mesh: &DeviceMesh,
-    batch: usize,
+    options: &StepOptions,
 ) -> Result<()> {
-    let model = build(config, plan, mesh, DType::F32)?;
-    let batch = config.example_batch(batch, mesh)?;
-    model.batch_loss(&batch)?.backward()?.in_param_layout()?;
-    Ok(())
-}
-
-/// Builds a model whose parameters are created in the layouts of a plan.
-///
-/// Collective: all ranks of the mesh must call it with the same plan. As [`ShardingPlan::build`], for a [`ModelSpec`].
-///
-/// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) if sizes do not fit together, or the plan does not fit the model and the mesh.
-pub fn build<C: ModelSpec + ?Sized>(
-    config: &C,
-    plan: &ShardingPlan,
-    mesh: &DeviceMesh,
-    dtype: DType,
-) -> Result<C::Model> {
-    config.check()?;
-    let builder = plan.builder(mesh).dtype(dtype);
-    let model = config.build(&builder)?;
-    builder.check(&model)?;
-    shard_module(&model, mesh, plan)?;
-    Ok(model)
+    let mut run = DryTraining::new(config, plan, mesh, options)?;
+    run.step()
 }
 
 /// Returns the placements of the tensors of a batch: sharded on dimension 0 over `dp`, replicated over other axes.
@@ -257,13 +193,11 @@ pub fn batch_placements(mesh: &Mesh) -> Vec<Placement> {
 fn in_dry_run<T: Send>(
     config: &(impl ModelSpec + ?Sized),
     mesh: &Mesh,
-    network: &Network,
+    options: &StepOptions,
     planner: impl Fn(&dyn Module, &DeviceMesh) -> Result<T> + Sync,
 ) -> Result<T> {
-    let size = mesh.ranks().iter().max().map_or(1, |rank| rank + 1);
-    let dry = DryWorld::new(size)?.network(network.clone())?.as_rank(mesh.ranks()[0])?;
-    let ran = dry.run(|world| {
-        let mesh = world.device_mesh(mesh.clone())?;
+    let ran = dry_world(mesh, options)?.run(|world| {
+        let mesh = bind(mesh, &world, options)?;
         let model = config.build(&Builder::new(&mesh))?;
         check_hints(&model)?;
         planner(&model, &mesh)

@@ -15,7 +15,7 @@ use super::decoder::{Decoder, DecoderSpec, Logits};
 use super::encoder::{Encoder, EncoderSpec};
 use super::families::{Architecture, Family};
 use super::fields::ConfigFields;
-use super::language::{LanguageModel, batch_loss, example_batch, initialize_weights};
+use super::language::{LanguageModel, batch_loss, example_batch, initialize_weights, loss_of_logits};
 use super::model::{Model, ModelSpec};
 use super::names::{WeightNames, torch_name};
 use super::source::{gguf_file, load_tokenizer};
@@ -337,13 +337,13 @@ impl PretrainedModel {
     #[doc(alias = "past_key_values")]
     #[track_caller]
     pub fn forward_cached(&self, ids: &DTensor, cache: &mut KvCache) -> Result<DTensor> {
-        self.decoder.run(ids, Some(cache), Logits::Last, &mut |_| Ok(()))
+        self.decoder.run(ids, None, Some(cache), Logits::Last, &mut |_| Ok(()))
     }
 
     /// As [`forward_cached`](Self::forward_cached), with the logits of all new positions: `[batch, new tokens, vocabulary]`.
     #[track_caller]
     pub fn forward_cached_all(&self, ids: &DTensor, cache: &mut KvCache) -> Result<DTensor> {
-        self.decoder.run(ids, Some(cache), Logits::All, &mut |_| Ok(()))
+        self.decoder.run(ids, None, Some(cache), Logits::All, &mut |_| Ok(()))
     }
 
     /// Computes logits and hidden states: the output of the embedding, of every layer but the last, and of the final norm.
@@ -352,11 +352,28 @@ impl PretrainedModel {
     #[track_caller]
     pub fn forward_hidden(&self, ids: &DTensor) -> Result<(DTensor, Vec<DTensor>)> {
         let mut hidden = Vec::new();
-        let logits = self.decoder.run(ids, None, Logits::All, &mut |x| {
+        let logits = self.decoder.run(ids, None, None, Logits::All, &mut |x| {
             hidden.push(x.clone());
             Ok(())
         })?;
         Ok((logits, hidden))
+    }
+}
+
+impl PretrainedModel {
+    /// Computes the logits `[batch, length, vocabulary]` of sequences of several documents, each as if it were alone: a token
+    /// attends to no token of another document. `positions`, integers `[batch, length]`, are those of the tokens in their
+    /// documents, as [`PackedSequences::with_positions`](crate::data::PackedSequences::with_positions) gives them.
+    ///
+    /// Collective. Allocates a mask of a byte per pair of positions. Rotary angles that depend on the length are those of
+    /// the whole sequence.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the positions have another shape than the ids, or are no integers.
+    #[doc(alias = "position_ids")]
+    #[track_caller]
+    pub fn forward_documents(&self, ids: &DTensor, positions: &DTensor) -> Result<DTensor> {
+        self.decoder.forward_documents(ids, positions)
     }
 }
 
@@ -375,8 +392,12 @@ impl Forward for PretrainedModel {
 impl LanguageModel for PretrainedModel {}
 
 impl Model for PretrainedModel {
+    /// The loss of ids and targets, and of the positions of packed documents if there are three tensors.
     fn batch_loss(&self, batch: &[DTensor]) -> Result<DTensor> {
-        batch_loss(self, batch)
+        match batch {
+            [ids, targets, positions] => loss_of_logits(&self.forward_documents(ids, positions)?, targets),
+            _ => batch_loss(self, batch),
+        }
     }
 
     fn weight_names(&self) -> WeightNames {

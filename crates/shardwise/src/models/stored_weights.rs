@@ -84,7 +84,14 @@ impl<'a> StoredWeights<'a> {
             listed(&unexpected)
         );
         let needed = format!("the tensors of a model of kind {}, as config.json says", family.model_type);
-        let fix = "use the config.json that belongs to these weights, or `LoadOptions::ignored_tensors`";
+        // A model of which tensors are missing cannot be helped; ones that nobody needs can be left out.
+        let fix = match missing.is_empty() {
+            false => "use the config.json that belongs to these weights",
+            true => {
+                "use the config.json that belongs to these weights, or leave the unknown ones out: with `shardwise ckpt convert \
+                 --exclude`, or `LoadOptions::ignored_tensors` in a program"
+            }
+        };
         Err(ErrorKind::State { missing, unexpected }.error("weights", found, needed, fix))
     }
 

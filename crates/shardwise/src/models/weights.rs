@@ -37,7 +37,7 @@ pub fn export(model: &dyn Model) -> Result<BTreeMap<String, Tensor>> {
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
     let mut weights = BTreeMap::new();
     for weight in model.weight_names().0 {
-        let parts = weight.paths.iter().map(|path| Ok(parameter(&params, path)?.get().detach()));
+        let parts = weight.paths.iter().map(|path| parameter(&params, path)?.separate());
         let whole = weight.joined(&parts.collect::<Result<Vec<_>>>()?)?.full_tensor()?;
         weights.insert(weight.name, whole);
     }
@@ -95,7 +95,7 @@ pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<(
         }
     }
     for (param, (slice, part)) in found {
-        let now = param.get();
+        let now = param.separate()?;
         let part = part.to_dtype(now.dtype())?;
         let mesh = now.device_mesh();
         let all = now.layout().reduced();
@@ -111,7 +111,7 @@ pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<(
                 value.to_layout(now.layout())?
             }
         };
-        param.set(&value)?;
+        param.set(&param.to_stored(&value)?.to_layout(&param.layout())?)?;
     }
     Ok(())
 }

@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use super::init::Init;
 use super::module::{Buffer, Hooks, Module, ModuleItem, join};
 use crate::comm::DeviceMesh;
-use crate::error::{ErrorKind, Result, nearest};
-use crate::layout::Layout;
+use crate::error::{Error, ErrorKind, Result, nearest};
+use crate::layout::{Layout, MergedShape};
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -97,7 +97,8 @@ impl Builder {
 
     /// Sets the layouts of parameters and buffers, by dotted path and shape.
     ///
-    /// For what placements alone do not determine: the order in which several mesh axes shard one dimension.
+    /// For what placements alone do not determine: the order in which several mesh axes shard one dimension. A layout for the
+    /// shape with leading dimensions merged stores a parameter so ([`Param::merge_dims`]).
     pub fn laid_out(mut self, layout_of: impl Fn(&str, &[usize]) -> Result<Layout> + Send + Sync + 'static) -> Self {
         self.layout_of = Arc::new(layout_of);
         self
@@ -178,7 +179,11 @@ impl Builder {
     /// another number of dimensions.
     #[doc(alias = "register_parameter")]
     pub fn param(&self, name: &str, shape: &[usize], init: Init) -> Result<Param> {
-        Ok(Param::new(&self.tensor(name, shape, init)?))
+        let value = self.tensor(name, shape, init)?;
+        Ok(match MergedShape::between(shape, value.shape()) {
+            Some(merged) => Param::with_merged_shape(&value, merged),
+            None => Param::new(&value),
+        })
     }
 
     /// Creates a buffer under the field name `name`: a tensor of the state that is not trained.
@@ -187,16 +192,30 @@ impl Builder {
     /// As for [`param`](Self::param).
     #[doc(alias = "register_buffer")]
     pub fn buffer(&self, name: &str, shape: &[usize], init: Init) -> Result<Buffer> {
-        Ok(Buffer::new(&self.tensor(name, shape, init)?))
+        let value = self.tensor(name, shape, init)?;
+        if value.shape() != shape {
+            return Err(other_shape(&join(&self.path, name), shape, value.layout()));
+        }
+        Ok(Buffer::new(&value))
     }
 
     fn tensor(&self, name: &str, shape: &[usize], init: Init) -> Result<DTensor> {
         let path = join(&self.path, name);
         let layout = (self.layout_of)(&path, shape)?;
+        if layout.shape() != shape && MergedShape::between(shape, layout.shape()).is_none() {
+            return Err(other_shape(&path, shape, &layout));
+        }
         self.built.lock().push(path);
         if self.zeros {
             return DTensor::unallocated(&self.mesh, layout, self.dtype);
         }
-        init.create_in(&layout, self.dtype, &self.mesh)
+        // Fans are those of the shape that the module has, also where the layout merges dimensions.
+        init.initial_value(shape)?.create_in(&layout, self.dtype, &self.mesh)
     }
+}
+
+fn other_shape(path: &str, shape: &[usize], layout: &Layout) -> Error {
+    let found = format!("{layout} for `{path}` of shape {shape:?}");
+    let needed = "a layout of that shape, or for a parameter of that shape with leading dimensions merged";
+    ErrorKind::Layout.error("layout", found, needed, "build the layout from the shape that the function is given")
 }

@@ -125,8 +125,10 @@ macro_rules! conv_layer {
 
         impl Forward for $name {
             fn forward(&self, x: &DTensor) -> Result<DTensor> {
-                let bias = self.bias.as_ref().map(Param::get);
-                self.hooks.run(x, |x| x.$method(&self.weight.get(), bias.as_ref(), self.options))
+                self.hooks.run(x, |x| {
+                    let bias = self.bias.as_ref().map(Param::forward_value).transpose()?;
+                    x.$method(&self.weight.forward_value()?, bias.as_ref(), self.options)
+                })
             }
         }
     };

@@ -3,7 +3,10 @@
 use std::panic::Location;
 use std::sync::Arc;
 
+use candle_core::DType;
+
 use super::module::{Hook, Hooks, Layer, Module, ModuleItem, RegisteredHooks};
+use crate::comm::{SpanKind, begin_span};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::module_scope::{current_path, in_module, user_site};
 use crate::tensor::DTensor;
@@ -83,7 +86,14 @@ impl Hooks {
         self.0.lock().replacement.clone()
     }
 
-    /// Removes all hooks and the replacement.
+    /// Converts floating-point inputs of the module to `input`, and its floating-point outputs to `output`. `None` converts
+    /// nothing. [`FsdpModule::set_mixed_precision`](super::FsdpModule::set_mixed_precision) sets both.
+    pub fn convert(&self, input: Option<DType>, output: Option<DType>) {
+        let mut registered = self.0.lock();
+        (registered.input_dtype, registered.output_dtype) = (input, output);
+    }
+
+    /// Removes all hooks, conversions and the replacement.
     pub fn clear(&self) {
         let mut registered = self.0.lock();
         *registered = RegisteredHooks { path: registered.path.take(), ..RegisteredHooks::default() };
@@ -96,14 +106,15 @@ impl Hooks {
     #[track_caller]
     pub fn run(&self, x: &DTensor, compute: impl FnOnce(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
         // Cloned, so that the lock is not held while hooks run: a hook may register another.
-        let RegisteredHooks { input, output, replacement, path } = self.0.lock().clone();
+        let RegisteredHooks { input, output, replacement, input_dtype, output_dtype, path } = self.0.lock().clone();
         in_this_module(path, Location::caller(), || {
             let compute = |x: &DTensor| replacement.map_or_else(|| compute(x), |layer| layer.forward(x));
-            if input.is_empty() && output.is_empty() {
+            if input.is_empty() && output.is_empty() && input_dtype.is_none() && output_dtype.is_none() {
                 return compute(x);
             }
-            let [x] = &run_hooks("input", &input, vec![x.clone()])?[..] else { unreachable!("one in, one out") };
-            Ok(run_hooks("output", &output, vec![compute(x)?])?.swap_remove(0))
+            let x = converted(x, input_dtype)?;
+            let [x] = &run_hooks("input", &input, vec![x])?[..] else { unreachable!("one in, one out") };
+            converted(&run_hooks("output", &output, vec![compute(x)?])?[0], output_dtype)
         })
     }
 
@@ -118,13 +129,15 @@ impl Hooks {
         inputs: &[&DTensor],
         compute: impl FnOnce(&[DTensor]) -> Result<Vec<DTensor>>,
     ) -> Result<Vec<DTensor>> {
-        let RegisteredHooks { input, output, replacement, path } = self.0.lock().clone();
+        let RegisteredHooks { input, output, replacement, input_dtype, output_dtype, path } = self.0.lock().clone();
         in_this_module(path, Location::caller(), || {
             if replacement.is_some() {
                 return Err(replaced_error("forward_all"));
             }
-            let inputs = run_hooks("input", &input, inputs.iter().map(|&x| x.clone()).collect())?;
-            run_hooks("output", &output, compute(&inputs)?)
+            let inputs = inputs.iter().map(|x| converted(x, input_dtype)).collect::<Result<_>>()?;
+            let inputs = run_hooks("input", &input, inputs)?;
+            let outputs = run_hooks("output", &output, compute(&inputs)?)?;
+            outputs.iter().map(|y| converted(y, output_dtype)).collect()
         })
     }
 
@@ -138,8 +151,9 @@ impl Hooks {
         forward: &dyn Fn(&DTensor) -> Result<DTensor>,
         fused: impl FnOnce(&DTensor, &DTensor) -> Result<(DTensor, DTensor)>,
     ) -> Result<(DTensor, DTensor)> {
-        let RegisteredHooks { input, output, replacement, path } = self.0.lock().clone();
-        if input.is_empty() && output.is_empty() && replacement.is_none() {
+        let RegisteredHooks { input, output, replacement, input_dtype, output_dtype, path } = self.0.lock().clone();
+        let is_plain = input.is_empty() && output.is_empty() && replacement.is_none() && output_dtype.is_none();
+        if is_plain && input_dtype.is_none_or(|dtype| x.dtype() == dtype && branch.dtype() == dtype) {
             return in_this_module(path, Location::caller(), || fused(x, branch));
         }
         let sum = x.add(branch)?;
@@ -150,7 +164,7 @@ impl Hooks {
     /// Whether the output is that of a replacement, or goes through hooks: nothing can be computed together with what follows.
     pub(super) fn change_output(&self) -> bool {
         let registered = self.0.lock();
-        registered.replacement.is_some() || !registered.output.is_empty()
+        registered.replacement.is_some() || !registered.output.is_empty() || registered.output_dtype.is_some()
     }
 
     /// As [`run`](Self::run), for a computation with more arguments than `x`, which a replacement does not have: an error if
@@ -188,11 +202,18 @@ impl Hooks {
 /// Runs `body` as the computation of the module at a path; errors get the path.
 fn in_this_module<R>(path: Option<Arc<str>>, site: Site, body: impl FnOnce() -> Result<R>) -> Result<R> {
     in_module(path, site, || {
+        let _span = begin_span(SpanKind::Module, "", Some(site));
         body().map_err(|error| match current_path() {
             Some(path) => error.in_module(path, user_site(site)),
             None => error,
         })
     })
+}
+
+/// Converts a tensor of a floating-point type; tensors of integers, such as token ids, stay as they are.
+#[track_caller]
+fn converted(tensor: &DTensor, dtype: Option<DType>) -> Result<DTensor> {
+    dtype.filter(|_| tensor.dtype().is_float()).map_or_else(|| Ok(tensor.clone()), |dtype| tensor.to_dtype(dtype))
 }
 
 /// Applies hooks to the inputs or outputs at their positions.

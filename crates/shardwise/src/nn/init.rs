@@ -72,10 +72,7 @@ impl Init {
     /// As [`create`](Self::create), in a layout.
     #[track_caller]
     pub fn create_in(self, layout: &Layout, dtype: DType, mesh: &DeviceMesh) -> Result<DTensor> {
-        match self.initial_value(layout.shape())? {
-            InitialValue::Constant(value) => DTensor::full_in(layout, value, dtype, mesh),
-            InitialValue::Random(distribution) => DTensor::random_in(layout, dtype, mesh, distribution),
-        }
+        self.initial_value(layout.shape())?.create_in(layout, dtype, mesh)
     }
 
     /// Resolves the fans for a full tensor of this shape.
@@ -105,6 +102,17 @@ impl Init {
 pub(crate) enum InitialValue {
     Constant(f64),
     Random(Distribution),
+}
+
+impl InitialValue {
+    /// Creates a tensor with this value, as [`Init::create_in`] does.
+    #[track_caller]
+    pub(crate) fn create_in(self, layout: &Layout, dtype: DType, mesh: &DeviceMesh) -> Result<DTensor> {
+        match self {
+            InitialValue::Constant(value) => DTensor::full_in(layout, value, dtype, mesh),
+            InitialValue::Random(distribution) => DTensor::random_in(layout, dtype, mesh, distribution),
+        }
+    }
 }
 
 fn uniform(bound: f64) -> Distribution {

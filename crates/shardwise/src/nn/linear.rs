@@ -1,12 +1,12 @@
-//! Linear layers, embeddings and dropout.
+//! Linear layers and embeddings.
 
 use candle_core::DType;
 
 use super::build::Builder;
 use super::init::Init;
-use super::module::{Forward, Hooks, TrainingMode};
-use crate::error::{ErrorKind, Result};
-use crate::ops::{Activation, EmbeddingBagMode};
+use super::module::{Forward, Hooks};
+use crate::error::Result;
+use crate::ops::{Activation, EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -61,21 +61,25 @@ impl Linear {
     /// replacements of the layer see what comes before the activation.
     #[track_caller]
     pub fn forward_activation(&self, x: &DTensor, activation: Activation) -> Result<DTensor> {
-        let weight = self.weight.get();
-        if self.hooks.change_output() || is_quantized(&weight) {
+        if self.hooks.change_output() || is_quantized(&self.weight.get()) {
             return activation.apply(&self.forward(x)?);
         }
-        let bias = self.bias.as_ref().map(Param::get);
-        self.hooks.run(x, |x| x.linear_activation(&weight, bias.as_ref(), activation))
+        self.hooks.run(x, |x| {
+            let bias = self.bias.as_ref().map(Param::forward_value).transpose()?;
+            x.linear_activation(&self.weight.forward_value()?, bias.as_ref(), activation)
+        })
     }
 }
 
 impl Forward for Linear {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let (weight, bias) = (self.weight.get(), self.bias.as_ref().map(Param::get));
-        self.hooks.run(x, |x| match is_quantized(&weight) {
-            true => x.quantized_linear(&weight, bias.as_ref()),
-            false => x.linear(&weight, bias.as_ref()),
+        self.hooks.run(x, |x| {
+            let weight = self.weight.forward_value()?;
+            let bias = self.bias.as_ref().map(Param::forward_value).transpose()?;
+            match is_quantized(&weight) {
+                true => x.quantized_linear(&weight, bias.as_ref()),
+                false => x.linear(&weight, bias.as_ref()),
+            }
         })
     }
 }
@@ -87,6 +91,7 @@ pub struct Embedding {
     pub weight: Param,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    options: EmbeddingOptions,
 }
 
 layer!(Embedding { weight, hooks });
@@ -94,8 +99,26 @@ layer!(Embedding { weight, hooks });
 impl Embedding {
     /// Builds a table with values from the standard normal distribution, as PyTorch does.
     pub fn new(builder: &Builder, vocabulary: usize, features: usize) -> Result<Self> {
-        let weight = builder.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
-        Ok(Embedding { weight, hooks: builder.hooks() })
+        Self::with_options(builder, vocabulary, features, EmbeddingOptions::default())
+    }
+
+    /// Builds a table with PyTorch's options. The row `padding_idx` starts with zeros and has no gradient.
+    ///
+    /// With `max_norm` rows are scaled when they are looked up; PyTorch also changes the table.
+    #[doc(alias = "padding_idx")]
+    pub fn with_options(
+        builder: &Builder,
+        vocabulary: usize,
+        features: usize,
+        options: EmbeddingOptions,
+    ) -> Result<Self> {
+        let weight = table(builder, vocabulary, features, options.padding_idx)?;
+        Ok(Embedding { weight, hooks: builder.hooks(), options })
+    }
+
+    /// Returns a layer with the same table and options and with its own hooks, for tables that parts of a model share.
+    pub fn shared(&self, hooks: Hooks) -> Self {
+        Embedding { weight: self.weight.clone(), hooks, options: self.options }
     }
 }
 
@@ -103,11 +126,28 @@ impl Forward for Embedding {
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         let weight = self.weight.get();
         if !is_quantized(&weight) {
-            return self.hooks.run(ids, |ids| weight.embedding(ids));
+            return self.hooks.run(ids, |ids| {
+                let weight = self.weight.forward_value()?;
+                match self.options == EmbeddingOptions::default() {
+                    true => weight.embedding(ids),
+                    false => weight.embedding_with(ids, self.options),
+                }
+            });
         }
         let [blocks, bytes] = [1, 2].map(|dim| weight.shape()[dim] as isize);
         self.hooks.run(ids, |ids| weight.flatten(1, 2)?.embedding(ids)?.unflatten(-1, &[blocks, bytes])?.dequantize())
     }
+}
+
+/// A table with values from the standard normal distribution, and zeros in the row of the padding.
+fn table(builder: &Builder, vocabulary: usize, features: usize, padding_idx: Option<i64>) -> Result<Param> {
+    let weight = builder.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
+    if let Some(padding) = padding_idx {
+        let value = weight.get().detach();
+        let rows = value.select_scatter(&value.select(0, padding as isize)?.zeros_like()?, 0, padding as isize)?;
+        weight.set(&rows.to_layout(value.layout())?)?;
+    }
+    Ok(weight)
 }
 
 /// Whether a weight is a tensor of quantized blocks, `[rows, blocks, bytes of a block]`, instead of a matrix.
@@ -122,6 +162,7 @@ pub struct EmbeddingBag {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     mode: EmbeddingBagMode,
+    options: EmbeddingOptions,
 }
 
 layer!(EmbeddingBag { weight, hooks });
@@ -129,14 +170,50 @@ layer!(EmbeddingBag { weight, hooks });
 impl EmbeddingBag {
     /// Builds a table with values from the standard normal distribution; `mode` says how the rows of a bag become one.
     pub fn new(builder: &Builder, vocabulary: usize, features: usize, mode: EmbeddingBagMode) -> Result<Self> {
-        let weight = builder.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
-        Ok(EmbeddingBag { weight, hooks: builder.hooks(), mode })
+        Self::with_options(builder, vocabulary, features, mode, EmbeddingOptions::default())
+    }
+
+    /// Builds a table with PyTorch's options. Ids `padding_idx` do not count in their bags.
+    pub fn with_options(
+        builder: &Builder,
+        vocabulary: usize,
+        features: usize,
+        mode: EmbeddingBagMode,
+        options: EmbeddingOptions,
+    ) -> Result<Self> {
+        let weight = table(builder, vocabulary, features, options.padding_idx)?;
+        Ok(EmbeddingBag { weight, hooks: builder.hooks(), mode, options })
+    }
+
+    /// Looks up bags with all arguments of PyTorch: `offsets` is a tensor with the position at which each bag begins, unless `ids` is a
+    /// matrix with one bag per row; rows are multiplied by `per_sample_weights`. Hooks see `ids`.
+    #[track_caller]
+    pub fn forward_weighted(
+        &self,
+        ids: &DTensor,
+        offsets: Option<&DTensor>,
+        per_sample_weights: Option<&DTensor>,
+    ) -> Result<DTensor> {
+        let EmbeddingOptions { padding_idx, max_norm, norm_type, scale_grad_by_freq } = self.options;
+        let (mode, include_last_offset) = (self.mode, false);
+        let options = EmbeddingBagOptions {
+            offsets,
+            mode,
+            per_sample_weights,
+            include_last_offset,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+        };
+        self.hooks
+            .run_own("forward_weighted", ids, |ids| self.weight.forward_value()?.embedding_bag_with(ids, &options))
     }
 
     /// Looks up bags of any length: `offsets` has the position in `ids` at which each bag begins. Hooks see `ids`.
     #[track_caller]
     pub fn forward_bags(&self, ids: &DTensor, offsets: &[usize]) -> Result<DTensor> {
-        let bags = |ids: &DTensor| self.weight.get().embedding_bag(ids, Some(offsets), self.mode);
+        let bags = |ids: &DTensor| self.weight.forward_value()?.embedding_bag(ids, Some(offsets), self.mode);
         self.hooks.run_own("forward_bags", ids, bags)
     }
 }
@@ -144,36 +221,9 @@ impl EmbeddingBag {
 impl Forward for EmbeddingBag {
     /// Looks up bags of one length: one per row of the matrix `ids`.
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        self.hooks.run(ids, |ids| self.weight.get().embedding_bag(ids, None, self.mode))
-    }
-}
-
-/// Dropout: zeroes elements with probability `p` in training and scales the rest by `1 / (1 - p)`; the identity in
-/// evaluation. The mask is the same for every layout.
-pub struct Dropout {
-    /// Input and output hooks; see [`Hooks`].
-    pub hooks: Hooks,
-    p: f64,
-    training_mode: TrainingMode,
-}
-
-layer!(Dropout { training_mode, hooks });
-
-impl Dropout {
-    /// Creates the layer.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) unless `p` is from 0 to 1.
-    pub fn new(p: f64) -> Result<Self> {
-        if !(0.0..=1.0).contains(&p) {
-            return Err(ErrorKind::Argument.error("dropout", format!("probability {p}"), "0 to 1", "correct it"));
+        if self.options != EmbeddingOptions::default() {
+            return self.forward_weighted(ids, None, None);
         }
-        Ok(Dropout { hooks: Hooks::default(), p, training_mode: TrainingMode::default() })
-    }
-}
-
-impl Forward for Dropout {
-    fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| x.dropout(self.p, self.training_mode.is_training()))
+        self.hooks.run(ids, |ids| self.weight.forward_value()?.embedding_bag(ids, None, self.mode))
     }
 }

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use candle_core::DType;
 
+use super::dropout::Dropout;
 use super::init::Init;
-use super::linear::{Dropout, layer};
+use super::linear::layer;
 use super::module::{Forward, Hooks, Module, ModuleItem};
 use crate::error::{ErrorKind, Result, nearest};
 use crate::layout::Layout;
@@ -254,10 +255,10 @@ layer!(LoraLinear { weight, bias, lora_a, lora_b, dropout, hooks });
 
 impl Forward for LoraLinear {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let bias = self.bias.as_ref().map(Param::get);
         self.hooks.run(x, |x| {
-            let y = x.linear(&self.weight.get(), bias.as_ref())?;
-            let (a, b) = (self.lora_a.get(), self.lora_b.get());
+            let bias = self.bias.as_ref().map(Param::forward_value).transpose()?;
+            let y = x.linear(&self.weight.forward_value()?, bias.as_ref())?;
+            let (a, b) = (self.lora_a.forward_value()?, self.lora_b.forward_value()?);
             let few = self.dropout.forward(x)?.to_dtype(a.dtype())?.linear(&a, None)?;
             // Scaling `rank` features is cheaper than scaling all outputs.
             let change = few.mul_scalar(self.scale)?.linear(&b, None)?;

@@ -9,8 +9,9 @@ use parking_lot::Mutex;
 
 use super::hints::{Heads, PlanHints};
 use super::state_dict::{IncompatibleKeys, StateDictOptions};
+use crate::comm::MemoryKind;
 use crate::error::{ErrorKind, Result};
-use crate::param::Param;
+use crate::param::{MergedTensor, Param};
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
@@ -22,6 +23,8 @@ pub enum ModuleItem<'a> {
     Param(&'a Param),
     /// A buffer.
     Buffer(&'a Buffer),
+    /// A text of the module's state.
+    ExtraState(&'a ExtraState),
     /// The switch between training and evaluation of a module.
     TrainingMode(&'a TrainingMode),
     /// The hooks of a module.
@@ -74,6 +77,18 @@ pub trait Module {
         self.walk("", &mut |path, item| {
             if let ModuleItem::Buffer(buffer) = item {
                 all.push((path.to_string(), buffer.clone()));
+            }
+        });
+        all
+    }
+
+    /// Returns the texts of the module's state that are no tensors, with their dotted paths.
+    #[doc(alias = "get_extra_state")]
+    fn named_extra_states(&self) -> Vec<(String, ExtraState)> {
+        let mut all = Vec::new();
+        self.walk("", &mut |path, item| {
+            if let ModuleItem::ExtraState(extra) = item {
+                all.push((path.to_string(), extra.clone()));
             }
         });
         all
@@ -138,12 +153,14 @@ pub trait Module {
         Ok(())
     }
 
-    /// Returns the values of all parameters and buffers by path, detached, in their current layouts.
+    /// Returns the values of all parameters and persistent buffers by path, detached, in their current layouts.
     ///
-    /// Local, and copies nothing: tensors are immutable values. For files see [`checkpoint::save`](crate::checkpoint::save).
+    /// Local, and copies nothing: tensors are immutable values. A parameter with merged dimensions ([`Param::merge_dims`]) has
+    /// them merged here too. For files see [`checkpoint::save`](crate::checkpoint::save).
     fn state_dict(&self) -> BTreeMap<String, DTensor> {
         let parameters = self.named_parameters().into_iter().map(|(path, p)| (path, p.get().detach()));
-        parameters.chain(self.named_buffers().into_iter().map(|(path, b)| (path, b.get()))).collect()
+        let buffers = self.named_buffers().into_iter().filter(|(_, buffer)| buffer.is_persistent());
+        parameters.chain(buffers.map(|(path, buffer)| (path, buffer.get()))).collect()
     }
 
     /// As [`state_dict`](Self::state_dict), with the prefix of the options before every path.
@@ -151,7 +168,8 @@ pub trait Module {
         self.state_dict().into_iter().map(|(path, tensor)| (options.prefix.clone() + &path, tensor)).collect()
     }
 
-    /// Sets all parameters and buffers, each redistributed and converted to the layout and type that it has here.
+    /// Sets all parameters and buffers, each redistributed and converted to the layout and type that it has here. A parameter with
+    /// merged dimensions takes a tensor of either shape.
     ///
     /// Collective if a layout differs: all ranks must call it.
     ///
@@ -169,8 +187,13 @@ pub trait Module {
     ) -> Result<IncompatibleKeys> {
         let own = self.state_dict();
         let given = |name: &str| state.get(&(options.prefix.clone() + name));
+        let merged: BTreeMap<String, MergedTensor> =
+            self.named_parameters().into_iter().filter_map(|(name, param)| Some((name, param.merged()?))).collect();
+        let fits = |name: &str, own: &DTensor, value: &DTensor| {
+            value.shape() == own.shape() || merged.get(name).is_some_and(|merged| merged.shape() == value.shape())
+        };
         let reshaped: Vec<&String> =
-            own.iter().filter(|(n, t)| given(n).is_some_and(|s| s.shape() != t.shape())).map(|(n, _)| n).collect();
+            own.iter().filter(|(n, t)| given(n).is_some_and(|s| !fits(n, t, s))).map(|(n, _)| n).collect();
         let loaded = options.compare(&own.keys().collect::<Vec<_>>(), state.keys().map(String::as_str));
         if !reshaped.is_empty() {
             let names = loaded.map_or_else(|error| format!("; {error}"), |_| String::new());
@@ -185,10 +208,10 @@ pub trait Module {
         let loaded = loaded?;
         for (name, param) in self.named_parameters() {
             if let Some(value) = given(&name) {
-                param.set(&fitted(value, &param.get())?)?;
+                param.set(&fitted(&param.to_stored(value)?, &param.get())?)?;
             }
         }
-        for (name, buffer) in self.named_buffers() {
+        for (name, buffer) in self.named_buffers().into_iter().filter(|(_, buffer)| buffer.is_persistent()) {
             if let Some(value) = given(&name) {
                 buffer.set(&fitted(value, &buffer.get())?);
             }
@@ -272,22 +295,65 @@ pub fn join(path: &str, name: &str) -> String {
 /// A tensor of a module's state that is not trained, such as running averages. Clones share one value.
 #[doc(alias = "register_buffer")]
 #[derive(Clone)]
-pub struct Buffer(Arc<Mutex<DTensor>>);
+pub struct Buffer {
+    value: Arc<Mutex<DTensor>>,
+    persistent: bool,
+}
 
 impl Buffer {
     /// Creates a buffer with an initial value.
     pub fn new(value: &DTensor) -> Self {
-        Buffer(Arc::new(Mutex::new(value.detach())))
+        value.count_as(MemoryKind::Buffers);
+        Buffer { value: Arc::new(Mutex::new(value.detach())), persistent: true }
+    }
+
+    /// Leaves the buffer out of state dicts and checkpoints, as `register_buffer(persistent=False)` does: for tables that the
+    /// module computes from its settings.
+    #[doc(alias = "persistent")]
+    #[must_use]
+    pub fn not_persistent(self) -> Self {
+        Buffer { persistent: false, ..self }
+    }
+
+    /// Whether the buffer is part of state dicts and checkpoints.
+    pub fn is_persistent(&self) -> bool {
+        self.persistent
     }
 
     /// Returns the current value.
     pub fn get(&self) -> DTensor {
-        self.0.lock().clone()
+        self.value.lock().clone()
     }
 
     /// Replaces the value.
     pub fn set(&self, value: &DTensor) {
-        *self.0.lock() = value.detach();
+        value.count_as(MemoryKind::Buffers);
+        *self.value.lock() = value.detach();
+    }
+}
+
+/// A text of a module's state that is no tensor, such as a counter or JSON; a field of the module. Clones share one value.
+///
+/// PyTorch's `get_extra_state` and `set_extra_state`. Checkpoints of the module save and restore it under the path of the
+/// field; all ranks must set the same text.
+#[doc(alias = "set_extra_state")]
+#[derive(Clone, Default)]
+pub struct ExtraState(Arc<Mutex<String>>);
+
+impl ExtraState {
+    /// Creates a state with this text.
+    pub fn new(text: impl Into<String>) -> Self {
+        ExtraState(Arc::new(Mutex::new(text.into())))
+    }
+
+    /// Returns the current text.
+    pub fn get(&self) -> String {
+        self.0.lock().clone()
+    }
+
+    /// Replaces the text.
+    pub fn set(&self, text: impl Into<String>) {
+        *self.0.lock() = text.into();
     }
 }
 
@@ -321,6 +387,7 @@ macro_rules! items {
 items! {
     Param => Param;
     Buffer => Buffer;
+    ExtraState => ExtraState;
     TrainingMode => TrainingMode;
 }
 
@@ -352,6 +419,10 @@ pub(super) struct RegisteredHooks {
     /// By position of the output.
     pub(super) output: Vec<(usize, Hook)>,
     pub(super) replacement: Option<Arc<dyn Layer>>,
+    /// The type to which floating-point inputs are converted before the hooks.
+    pub(super) input_dtype: Option<DType>,
+    /// The type to which floating-point outputs are converted after the hooks.
+    pub(super) output_dtype: Option<DType>,
     /// The path of the module, unless it is unknown or the root.
     pub(super) path: Option<Arc<str>>,
 }

@@ -36,14 +36,16 @@ impl LayerNorm {
     #[track_caller]
     pub fn forward_residual(&self, x: &DTensor, branch: &DTensor) -> Result<(DTensor, DTensor)> {
         self.hooks.run_residual(x, branch, &|sum| self.forward(sum), |x, branch| {
-            x.add_layer_norm(branch, Some(&self.weight.get()), Some(&self.bias.get()), self.eps)
+            x.add_layer_norm(branch, Some(&self.weight.forward_value()?), Some(&self.bias.forward_value()?), self.eps)
         })
     }
 }
 
 impl Forward for LayerNorm {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| x.layer_norm(1, Some(&self.weight.get()), Some(&self.bias.get()), self.eps))
+        self.hooks.run(x, |x| {
+            x.layer_norm(1, Some(&self.weight.forward_value()?), Some(&self.bias.forward_value()?), self.eps)
+        })
     }
 }
 
@@ -75,14 +77,14 @@ impl RmsNorm {
     #[track_caller]
     pub fn forward_residual(&self, x: &DTensor, branch: &DTensor) -> Result<(DTensor, DTensor)> {
         self.hooks.run_residual(x, branch, &|sum| self.forward(sum), |x, branch| {
-            x.add_rms_norm(branch, Some(&self.weight.get()), self.eps)
+            x.add_rms_norm(branch, Some(&self.weight.forward_value()?), self.eps)
         })
     }
 }
 
 impl Forward for RmsNorm {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| x.rms_norm(1, Some(&self.weight.get()), self.eps))
+        self.hooks.run(x, |x| x.rms_norm(1, Some(&self.weight.forward_value()?), self.eps))
     }
 }
 
@@ -110,8 +112,10 @@ impl GroupNorm {
 
 impl Forward for GroupNorm {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let (weight, bias) = (self.weight.get(), self.bias.get());
-        self.hooks.run(x, |x| x.group_norm(self.groups, Some(&weight), Some(&bias), self.eps))
+        self.hooks.run(x, |x| {
+            let (weight, bias) = (self.weight.forward_value()?, self.bias.forward_value()?);
+            x.group_norm(self.groups, Some(&weight), Some(&bias), self.eps)
+        })
     }
 }
 
@@ -151,7 +155,7 @@ impl BatchNorm {
     }
 
     fn normalize(&self, x: &DTensor) -> Result<DTensor> {
-        let (weight, bias) = (self.weight.get(), self.bias.get());
+        let (weight, bias) = (self.weight.forward_value()?, self.bias.forward_value()?);
         if !self.training_mode.is_training() {
             let running = (&self.running_mean.get(), &self.running_var.get());
             return x.batch_norm(Some(running), Some(&weight), Some(&bias), self.eps);

@@ -7,7 +7,7 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::module_scope::{current_path, user_site};
 use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
-use shardwise_kernels::first_nan;
+use shardwise_kernels::{check_arithmetic, first_nan};
 
 /// Where an operator was called in the forward pass.
 #[derive(Clone)]
@@ -62,6 +62,9 @@ pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<RecordedAt>, 
 /// Fails if an output has NaN on this rank.
 pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor], site: Site) -> Result<()> {
     for (i, output) in outputs.iter().enumerate() {
+        if check_arithmetic(output.dtype()).is_err() {
+            continue;
+        }
         let Some(at) = first_nan(output.local())? else { continue };
         let rank = output.device_mesh().world().rank();
         let which = if outputs.len() > 1 { format!("result {i} of {name}") } else { format!("the result of {name}") };

@@ -4,20 +4,22 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use candle_core::DType;
 use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
-use super::Op;
 use super::input_transfer::InputTransfer;
 use super::scope;
+use super::{Op, OpKind};
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
 use crate::rank_context::rank_context;
 use crate::rule::Decision;
 use crate::tensor::{DTensor, check_metas, check_room};
+use shardwise_kernels::check_arithmetic;
 
 /// Statistics of the cache of sharding decisions of this rank, see [`cache_report`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -70,6 +72,10 @@ pub(super) struct PreparedCall {
     pub(super) transfers: SmallVec<[InputTransfer; 3]>,
     /// Per output the shape and type of its local tensor on this rank.
     pub(super) locals: Vec<TensorMeta>,
+    /// Per input why it is moved, if it is.
+    pub(super) why_moved: SmallVec<[Option<Arc<str>>; 3]>,
+    /// Per output why its layout is what it is, if data was moved or the output is partial.
+    pub(super) why: Vec<Option<Arc<str>>>,
 }
 
 /// A hasher that returns its key, which is a hash already.
@@ -139,6 +145,9 @@ impl PreparedCall {
     fn new<O: Op>(op: &O, inputs: &[&DTensor], scoped: Option<scope::RuleScope>) -> Result<Self> {
         let mesh = inputs[0].device_mesh();
         let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
+        if op.kind() != OpKind::AnyType {
+            metas.iter().try_for_each(|meta| check_arithmetic(meta.dtype))?;
+        }
         let plan = op.plan(&metas)?;
         let dry = mesh.world().is_dry();
         check_metas(&plan.outputs, mesh.size(), dry)?;
@@ -157,6 +166,16 @@ impl PreparedCall {
         let locals = decision.outputs.iter().zip(&plan.outputs).map(local).collect();
         let transfers = inputs.iter().zip(&decision.inputs).map(|(input, need)| InputTransfer::new(mesh, input, need));
         let transfers = transfers.collect::<Result<SmallVec<_>>>()?;
-        Ok(PreparedCall { decision, transfers, locals })
+        let why_moved: SmallVec<[Option<Arc<str>>; 3]> = (0..inputs.len())
+            .map(|i| plan.signature.why_moved(op.name(), i, &layouts, &decision).map(Arc::from))
+            .collect();
+        let why = |o: usize| -> Option<Arc<str>> {
+            let partial = plan.signature.why_partial(op.name(), o, &decision);
+            let sentences = why_moved.iter().flatten().map(|why| why.to_string()).chain(partial);
+            let text = sentences.collect::<Vec<_>>().join("; ");
+            (!text.is_empty()).then(|| text.into())
+        };
+        let why = (0..decision.outputs.len()).map(why).collect();
+        Ok(PreparedCall { decision, transfers, locals, why_moved, why })
     }
 }

@@ -6,15 +6,17 @@ use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
 use super::anomaly::{self, RecordedAt, in_backward_of, is_detecting};
+use super::autocast::converted_operands;
 use super::call_error::name_call;
 use super::decision_cache::prepare_call;
 use super::input_transfer::InputTransfer;
 use super::widening::{convert_inputs, held_types};
-use super::{Gradient, GradientFn, KernelContext, Op, scope};
-use crate::comm::{Origin, record_implicit_operator};
+use super::{Gradient, GradientFn, KernelContext, Op, OpKind, scope};
+use crate::comm::{Origin, SpanKind, begin_span, check_relabelling, record_implicit_operator};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::tensor::{Backward, DTensor, SavedTensors, is_in_gradient, is_recording};
+use crate::module_scope::with_reason;
+use crate::tensor::{Backward, DTensor, SavedTensors, is_in_gradient, is_linearizing, is_recording};
 use shardwise_kernels::{placeholder, same_storage};
 
 /// Executes a custom operator on tensors of one mesh, in the same way as the operators of this crate.
@@ -85,6 +87,11 @@ pub fn apply<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Vec<DTensor>> {
 
 /// Executes an operator on tensors of one mesh: the one entry point of all operators.
 pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result<Vec<DTensor>> {
+    if op.kind() == OpKind::Product
+        && let Some(converted) = converted_operands(inputs)?
+    {
+        return execute(op, &converted.iter().collect::<SmallVec<[&DTensor; 3]>>(), site, None);
+    }
     execute(op, inputs, site, None)
 }
 
@@ -134,13 +141,21 @@ impl<'a> OntoSum<'a> {
 fn execute<O: Op>(op: &O, inputs: &[&DTensor], site: Site, onto: Option<OntoSum<'_>>) -> Result<Vec<DTensor>> {
     check_one_mesh(op.name(), inputs, site)?;
     let mesh = inputs[0].device_mesh();
+    let span = begin_span(SpanKind::Operator, op.name(), Some(site));
     let (prepared, call) = prepare_call(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
     let (rank, dry) = (mesh.world().rank(), mesh.world().is_dry());
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
-    for (input, transfer) in inputs.iter().zip(&prepared.transfers) {
-        locals.push(match transfer {
-            InputTransfer::Ready => input.held_for_kernel().clone(),
-            _ => record_implicit_operator(op.name(), || transfer.run(&input.detach(), dry, site))?,
+    for ((input, transfer), why) in inputs.iter().zip(&prepared.transfers).zip(&prepared.why_moved) {
+        let run = || {
+            if let Some(to) = transfer.layout().filter(|to| *to != input.layout()) {
+                check_relabelling(op.name(), input.layout(), to, rank, site)?;
+            }
+            record_implicit_operator(op.name(), || transfer.run(&input.detach(), dry, site))
+        };
+        locals.push(match (transfer, why) {
+            (InputTransfer::Ready, _) => input.held_for_kernel().clone(),
+            (_, Some(why)) => with_reason(why, run)?,
+            (_, None) => run()?,
         });
     }
     if dry {
@@ -149,6 +164,13 @@ fn execute<O: Op>(op: &O, inputs: &[&DTensor], site: Site, onto: Option<OntoSum<
         let made: SmallVec<[&[usize]; 3]> = prepared.locals.iter().map(|m| m.shape.as_slice()).collect();
         mesh.world().flops().add(op.flops(&held, &made));
     }
+    span.fill(|span| {
+        span.inputs = inputs.iter().map(|input| input.layout().clone()).collect();
+        span.outputs = prepared.decision.outputs.to_vec();
+        let dims = |tensors: &[Tensor]| tensors.iter().map(|t| t.dims().to_vec()).collect::<Vec<_>>();
+        let (held, made) = (dims(&locals), prepared.locals.iter().map(|m| m.shape.as_slice()).collect::<Vec<_>>());
+        span.flops = op.flops(&held.iter().map(Vec::as_slice).collect::<Vec<_>>(), &made);
+    });
     let held = held_types(op.accumulation(), inputs, &locals, &prepared.decision.outputs, &prepared.locals);
     let outputs = &prepared.decision.outputs;
     let onto = onto.and_then(|onto| onto.take(outputs.first()?, prepared.locals.first()?, *held.first()?));
@@ -187,7 +209,9 @@ fn execute<O: Op>(op: &O, inputs: &[&DTensor], site: Site, onto: Option<OntoSum<
         if let (0, Some((sum, _))) = (index, &onto) {
             origin = Origin::operator("add", call, [sum.origin(), &origin].into_iter(), sum.shape());
         }
-        let output = DTensor::from_held(mesh, layout.clone(), local, meta.dtype, origin)?;
+        let stored = op.stored_elements(index, local.dims());
+        let mut output = DTensor::from_repeated(stored, mesh, layout.clone(), local, meta.dtype, origin)?;
+        output.set_why(prepared.why[index].as_ref());
         // What is added to a sum is in memory of the sum, or in new memory.
         if shares.as_ref().is_some_and(|shares| !shares[index]) || onto.is_some() && index == 0 {
             output.set_exclusive();
@@ -207,6 +231,13 @@ fn execute<O: Op>(op: &O, inputs: &[&DTensor], site: Site, onto: Option<OntoSum<
             let recorded_at = is_detecting().then(|| RecordedAt::here(site));
             Box::new(RecordedCall { op: op.clone(), gradient, recorded_at })
         })),
+        // What is recorded is linear in the gradients that arrive: leaving out a part of it would be wrong.
+        Gradient::NotDifferentiable if is_linearizing() && outputs.iter().any(|y| y.dtype().is_float()) => {
+            let found = format!("the gradient of {}, which cannot be differentiated itself", op.name());
+            let needed = "operators whose gradients are differentiable";
+            let error = ErrorKind::Gradient.error("gradient", found, needed, "leave the operator out of jvp");
+            Err(name_call(error, op.name(), inputs, site))
+        }
         Gradient::NotDifferentiable => Ok(outputs),
     }
 }
@@ -270,6 +301,7 @@ impl<O: Op> Backward for RecordedCall<O> {
     }
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let _span = begin_span(SpanKind::Gradient, self.name(), None);
         let run = || check_gradients(self.name(), saved, (self.gradient)(&self.op, saved, gradients)?);
         if is_detecting() { in_backward_of(self.name(), self.recorded_at.clone(), run) } else { run() }
     }

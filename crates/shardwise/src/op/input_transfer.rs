@@ -88,6 +88,15 @@ impl InputTransfer {
         Ok(InputTransfer::Fetch { from, exchange: Box::new(exchange), after })
     }
 
+    /// The layout that the input is redistributed to, if it is not ready.
+    pub(super) fn layout(&self) -> Option<&Layout> {
+        match self {
+            InputTransfer::Ready => None,
+            InputTransfer::Redistribute(to) => Some(to),
+            InputTransfer::Narrow { from, .. } | InputTransfer::Fetch { from, .. } => Some(from),
+        }
+    }
+
     pub(super) fn run(&self, input: &DTensor, dry: bool, site: Site) -> Result<Tensor> {
         match self {
             InputTransfer::Ready => Ok(input.held().clone()),

@@ -3,6 +3,7 @@
 
 mod call_error;
 mod anomaly;
+mod autocast;
 mod scope;
 mod widening;
 mod kernel_context;
@@ -11,6 +12,8 @@ mod decision_cache;
 mod dispatch;
 
 pub use anomaly::detect_anomaly;
+pub use autocast::autocast;
+pub(crate) use autocast::{autocast_dtype, for_product, for_sum_with, loss_dtype, product_dtype, with_autocast};
 pub(crate) use call_error::name_call;
 pub use decision_cache::{CacheReport, cache_report};
 pub use dispatch::apply;
@@ -62,9 +65,19 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// another handle to what it returns. Not called in a dry run.
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>>;
 
+    /// What the operator does with its operands: products take part in [`autocast()`], and most operators refuse f8.
+    fn kind(&self) -> OpKind {
+        OpKind::Arithmetic
+    }
+
     /// In which type the kernel computes its term of an output that is `Partial` with a sum, mean or product.
     fn accumulation(&self) -> Accumulation {
         Accumulation::InF32
+    }
+
+    /// The number of elements in memory of a local output of this shape: fewer than all if it repeats elements by broadcasting.
+    fn stored_elements(&self, _output: usize, local_shape: &[usize]) -> usize {
+        local_shape.iter().product()
     }
 
     /// The number of floating-point operations on local tensors of these shapes, for estimates of a step.
@@ -93,6 +106,18 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// }
     /// ```
     fn gradient(&self) -> Gradient<Self>;
+}
+
+/// What an operator does with its operands, see [`Op::kind`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OpKind {
+    /// Computes with them in their types.
+    Arithmetic,
+    /// Sums products of them: inside of [`autocast()`] they are converted to half precision first.
+    Product,
+    /// Takes elements of any type, also of f8, which other operators refuse: it moves them, or decodes them itself.
+    AnyType,
 }
 
 /// The gradient of an operator, see [`Op::gradient`].

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::OpPlan;
 use crate::error::{ErrorKind, Result};
-use crate::layout::{Layout, TensorMeta};
+use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::rank_context::{RankContext, in_scope, rank_context};
-use crate::rule::{Decision, RequiredInput};
+use crate::rule::{Decision, RequiredInput, RuleCall};
 
-/// Decides the layouts of a call, given the layouts of the inputs and the outputs; `None` leaves it to the default rule.
-pub(crate) type ScopedRule = dyn Fn(&[&Layout], &[TensorMeta]) -> Result<Option<Decision>>;
+/// Decides the layouts of a call; `None` leaves it to the default rule.
+pub(crate) type ScopedRule = dyn Fn(&RuleCall<'_>) -> Result<Option<Decision>>;
 
 #[derive(Clone)]
 pub(super) struct RuleScope {
@@ -60,7 +60,8 @@ impl RuleScope {
     /// The decision of the rule. Shapes and meshes are checked; that the layouts are right for the operator cannot be: a wrong
     /// rule gives wrong results.
     pub(super) fn decide(&self, plan: &OpPlan, inputs: &[&Layout]) -> Result<Option<Decision>> {
-        let Some(decision) = (self.rule)(inputs, &plan.outputs)? else { return Ok(None) };
+        let call = RuleCall { inputs, outputs: &plan.outputs, signature: &plan.signature };
+        let Some(decision) = (self.rule)(&call)? else { return Ok(None) };
         let wanted = |need: &RequiredInput| match need {
             RequiredInput::Layout(layout) | RequiredInput::Boxes { from: layout, .. } => layout.clone(),
         };

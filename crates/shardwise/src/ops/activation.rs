@@ -166,8 +166,12 @@ impl DTensor {
     pub fn logit(&self, eps: Option<f64>) -> Result<DTensor> {
         let x = self.to_dtype(dtype::real(self.dtype()))?.without_partials("logit", &[])?;
         let x = match eps {
-            // The lower bound wins where it is above the upper one.
-            Some(eps) => x.clamp(None, Some(1.0 - eps))?.clamp(Some(eps), None)?,
+            Some(eps) if eps <= 0.5 => x.clamp(Some(eps), Some(1.0 - eps))?,
+            // Bounds in the wrong order: as PyTorch, which compares with the lower one first. No element is between them.
+            Some(eps) => {
+                let bound = |at: f64| x.clamp(Some(at), Some(at));
+                x.lt(eps)?.where_cond(&bound(eps)?, &bound(1.0 - eps)?)?
+            }
             None => x,
         };
         let x = match eps {

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, SampleInput};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
-use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
+use crate::op::{Gradient, KernelContext, Op, OpKind, OpPlan, dispatch, for_sum_with, name_call, product_dtype};
 use crate::placement::Placement;
 use crate::rule::{DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
@@ -28,7 +28,7 @@ impl DTensor {
         if self.ndim() > 0 && weight.ndim() == 1 {
             // One feature of the result, without a dimension of its own.
             let product = self.matmul(weight)?;
-            return bias.map_or(Ok(product.clone()), |bias| product.add(bias));
+            return bias.map_or(Ok(product.clone()), |bias| product.add(&for_sum_with(&product, bias)?));
         }
         if !self.fits_linear(weight) {
             return Err(self.linear_mismatch(weight, Location::caller()));
@@ -38,7 +38,10 @@ impl DTensor {
             Some(bias) if self.fits_fused_linear(weight, Some(bias)) => {
                 Ok(dispatch(&LinearBias, &[self, weight, bias], Location::caller())?.swap_remove(0))
             }
-            Some(bias) => self.times_transposed(weight)?.add(bias),
+            Some(bias) => {
+                let product = self.times_transposed(weight)?;
+                product.add(&for_sum_with(&product, bias)?)
+            }
         }
     }
 
@@ -69,8 +72,9 @@ impl DTensor {
     /// so that every rank has complete products to add the bias to.
     pub(super) fn fits_fused_linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> bool {
         let mut all = [Some(self), Some(weight), bias].into_iter().flatten();
-        self.dtype().is_float()
-            && all.all(|t| t.dtype() == self.dtype() && !t.placements().iter().any(Placement::is_partial))
+        let dtype = product_dtype(self.dtype());
+        dtype.is_float()
+            && all.all(|t| product_dtype(t.dtype()) == dtype && !t.placements().iter().any(Placement::is_partial))
             && bias.is_none_or(|bias| bias.shape() == &weight.shape()[..1])
             && self.layout().shard_order(self.ndim() - 1).is_empty()
             && weight.layout().shard_order(1).is_empty()
@@ -94,17 +98,18 @@ impl DTensor {
 
     /// `beta * self + alpha * product`. With `beta` 0 this tensor does not count, not even where it is NaN, as in PyTorch.
     #[track_caller]
-    fn scaled_sum(&self, product: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
+    pub(super) fn scaled_sum(&self, product: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
+        let this = &for_sum_with(product, self)?;
         // Integers take the integer part of the factors.
-        let (beta, alpha) = match product.dtype().is_float() || self.dtype().is_float() {
+        let (beta, alpha) = match product.dtype().is_float() || this.dtype().is_float() {
             true => (beta, alpha),
             false => (beta.trunc(), alpha.trunc()),
         };
         if beta != 0.0 {
-            return scaled(product, alpha)?.add(&scaled(self, beta)?);
+            return scaled(product, alpha)?.add(&scaled(this, beta)?);
         }
         // Shapes are checked as if it did.
-        scaled(product, alpha)?.add(&self.detach().zeros_like()?)
+        scaled(product, alpha)?.add(&this.detach().zeros_like()?)
     }
 }
 
@@ -119,6 +124,10 @@ impl Op for LinearBias {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         Ok(linear_plan(inputs, 1))
+    }
+
+    fn kind(&self) -> OpKind {
+        OpKind::Product
     }
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {

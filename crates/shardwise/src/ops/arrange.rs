@@ -1,12 +1,17 @@
 //! Shapes by other names: operators composed of views, slices and joins.
 
+use std::panic::Location;
+
 use candle_core::{DType, Device, Tensor};
 
-use super::binary::broadcast_shape;
+use super::broadcast::broadcast_shape;
+use super::slice_sums::EmptyRow;
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
+use crate::op::check_one_mesh;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
+use shardwise_kernels::SliceTable;
 
 impl DTensor {
     /// Returns this tensor with at least one dimension. Local.
@@ -144,8 +149,8 @@ impl DTensor {
 
     /// Returns all windows of `size` elements along a dimension, `step` apart, as a new last dimension.
     ///
-    /// Unlike PyTorch's the result is a copy. If the dimension is sharded, every rank contributes the elements that it holds, and
-    /// the result is `Partial(Sum)`.
+    /// Unlike PyTorch's the result is a copy. If the dimension is sharded, windows are too: ranks exchange the borders of their
+    /// shards that windows reach over.
     ///
     /// # Errors
     /// If a window is longer than the dimension, or the step is 0.
@@ -162,9 +167,8 @@ impl DTensor {
             return Err(ErrorKind::Argument.error("window", found, needed, "use a shorter window"));
         }
         let count = (n - size) / step + 1;
-        let index: Vec<i64> = (0..count).flat_map(|w| (0..size).map(move |i| (w * step + i) as i64)).collect();
-        let index = self.constant(&Tensor::from_vec(index, (count, size), &Device::Cpu)?)?;
-        self.index_along(at, &index)?.movedim(at as isize + 1, -1)
+        let rows = (0..count).flat_map(|w| (0..size).map(move |i| Some(w * step + i)));
+        self.slice_groups("unfold", at, size, rows, EmptyRow::Zero)?.movedim(at as isize + 1, -1)
     }
 
     /// Sums to a shape that broadcasts to that of this tensor; integers give i64. Communicates as [`sum`](Self::sum) does.
@@ -191,6 +195,7 @@ impl DTensor {
     /// If the shapes do not broadcast.
     #[track_caller]
     pub fn broadcast_tensors(tensors: &[&DTensor]) -> Result<Vec<DTensor>> {
+        one_mesh("broadcast_tensors", tensors)?;
         let shapes: Vec<&[usize]> = tensors.iter().map(|t| t.shape()).collect();
         let Some(shape) = broadcast_shape(&shapes) else {
             let found = format!("shapes {shapes:?} in broadcast_tensors");
@@ -205,6 +210,7 @@ impl DTensor {
     /// swapped, PyTorch's `indexing="xy"`. Local.
     #[track_caller]
     pub fn meshgrid(tensors: &[&DTensor], xy: bool) -> Result<Vec<DTensor>> {
+        one_mesh("meshgrid", tensors)?;
         let mut order: Vec<usize> = (0..tensors.len()).collect();
         if xy && order.len() > 1 {
             order.swap(0, 1);
@@ -429,12 +435,13 @@ impl DTensor {
         self.index_along(0, &self.constant(&index)?)
     }
 
-    /// Repeats each slice of a dimension as often as a vector says, which is gathered.
+    /// Repeats each slice of a dimension as often as a vector says, which is gathered; slices stay on their ranks.
     ///
     /// Collective: every rank of the mesh must call it. PyTorch's `repeat_interleave` with a tensor.
     #[doc(alias = "repeat_interleave")]
     #[track_caller]
     pub fn repeat_interleave_each(&self, times: &DTensor, dim: isize) -> Result<DTensor> {
+        one_mesh("repeat_interleave_each", &[self, times])?;
         let at = self.resolve_dim("repeat_interleave_each", dim)?;
         let n = self.shape()[at];
         if times.ndim() > 1 || times.elem_count() != n && times.elem_count() != 1 {
@@ -442,18 +449,17 @@ impl DTensor {
             let needed = format!("a vector of {n} numbers");
             return Err(ErrorKind::shape(times.shape()).error("repeats", found, needed, "list one number per slice"));
         }
-        let counts = match times.device_mesh().world().is_dry() {
-            true => vec![1; times.elem_count()],
-            false => times.detach().full_tensor()?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?,
+        let counts = match times.is_readable() {
+            false => vec![1; times.elem_count()],
+            true => times.detach().full_tensor()?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?,
         };
         if let Some(&negative) = counts.iter().find(|&&c| c < 0) {
             let found = format!("{negative} among the repeats of repeat_interleave_each");
             return Err(ErrorKind::Argument.error("repeats", found, "numbers from 0", "correct the repeats"));
         }
         let count = |i: usize| if counts.len() == 1 { counts[0] } else { counts[i] };
-        let index: Vec<i64> = (0..n).flat_map(|i| std::iter::repeat_n(i as i64, count(i) as usize)).collect();
-        let index = Tensor::from_vec(index.clone(), index.len(), &Device::Cpu)?;
-        self.index_along(at, &self.constant(&index)?)
+        let rows = (0..n).flat_map(|i| std::iter::repeat_n([(i, 1.0)], count(i) as usize));
+        self.slice_sums("repeat_interleave_each", at, SliceTable::new(n, rows))
     }
 
     /// A plain tensor that every rank has, replicated on the mesh of this tensor.
@@ -462,6 +468,12 @@ impl DTensor {
         let replicated = vec![Placement::Replicate; self.placements().len()];
         DTensor::distribute_tensor(tensor, self.device_mesh(), replicated, None)
     }
+}
+
+/// Fails if tensors are on different meshes: an operator that gathers one of them would not find it out.
+#[track_caller]
+pub(super) fn one_mesh(name: &str, tensors: &[&DTensor]) -> Result<()> {
+    if tensors.is_empty() { Ok(()) } else { check_one_mesh(name, tensors, Location::caller()) }
 }
 
 /// Sizes as the signed numbers that `reshape` and `expand` take.

@@ -3,8 +3,8 @@
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
-use smallvec::SmallVec;
 
+use super::broadcast::{broadcast, broadcast_shape};
 use super::derivative::{OperandGradient, operand_gradients, saved_operands, zero};
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
@@ -465,35 +465,6 @@ fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
     let found = format!("{} 0 in {name}", divisors.dtype().as_str());
     let fix = "replace the zeros first, or divide floating-point numbers";
     Err(ErrorKind::Argument.error("divisor", found, "integers other than 0", fix))
-}
-
-/// The shape that these shapes broadcast to, `None` if they do not broadcast.
-pub(super) fn broadcast_shape(shapes: &[&[usize]]) -> Option<SmallVec<[usize; 6]>> {
-    let ndim = shapes.iter().map(|s| s.len()).max().unwrap_or(0);
-    let mut met: SmallVec<[usize; 6]> = SmallVec::from_elem(1, ndim);
-    for shape in shapes {
-        for (out, &n) in met[ndim - shape.len()..].iter_mut().zip(*shape) {
-            if *out == 1 {
-                *out = n;
-            } else if n != *out && n != 1 {
-                return None;
-            }
-        }
-    }
-    Some(met)
-}
-
-/// The shape that the inputs of an operator broadcast to, or an error that names the operator.
-pub(super) fn broadcast(name: &str, inputs: &[TensorMeta]) -> Result<Vec<usize>> {
-    let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
-    broadcast_shape(&shapes).map(SmallVec::into_vec).ok_or_else(|| {
-        ErrorKind::shape(&inputs[0].shape).error(
-            "operands",
-            format!("shapes {shapes:?} in {name}"),
-            "shapes that are equal or 1 in every dimension, counted from the last",
-            "reshape or expand the tensors",
-        )
-    })
 }
 
 impl Binary {

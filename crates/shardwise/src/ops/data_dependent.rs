@@ -1,12 +1,20 @@
 //! Results whose size depends on the elements: distinct elements, counts, histograms. Ranks exchange counts, and results are
 //! sharded by what each rank found.
 
+use std::panic::Location;
+
 use candle_core::{DType, Device, Tensor};
 
 use super::arrange::signed;
 use super::{OpEntry, SampleInput};
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
+use crate::layout::{Layout, TensorMeta};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::placement::Placement;
+use crate::rule::Signature;
 use crate::tensor::DTensor;
+use shardwise_kernels::{SortOrder, concat};
 
 /// Distinct elements or slices, as [`unique`](DTensor::unique) returns them.
 #[derive(Clone)]
@@ -23,12 +31,18 @@ impl DTensor {
     /// Returns the distinct elements in ascending order, or the distinct slices of a dimension in the order of their elements, with
     /// the place of every element among them and how often each occurs.
     ///
-    /// Collective: every rank of the mesh must call it. Communicates as [`sort`](Self::sort) does; ranks then exchange how many
-    /// distinct elements each of them found, and the result is sharded with these sizes.
+    /// Collective: every rank of the mesh must call it. Of sharded elements every rank sends the distinct ones of its shard, not all of them,
+    /// and counts are added up; the result is sharded like the elements. Slices, and elements among which are NaN, communicate as
+    /// [`sort`](Self::sort) does.
     #[track_caller]
     pub fn unique(&self, dim: Option<isize>) -> Result<Unique> {
         let Some(dim) = dim else {
-            let (sorted, order) = self.detach().reshape(&[self.elem_count() as isize])?.sort(0, false)?;
+            let flat = self.detach().reshape(&[self.elem_count() as isize])?;
+            if let Some(mut found) = flat.unique_of_shards()? {
+                found.inverse = found.inverse.reshape(&signed(self.shape()))?;
+                return Ok(found);
+            }
+            let (sorted, order) = flat.sort(0, false)?;
             let mut found = sorted.runs()?;
             found.inverse = order.zeros_like()?.scatter(0, &order, &found.inverse)?.reshape(&signed(self.shape()))?;
             return Ok(found);
@@ -43,6 +57,38 @@ impl DTensor {
         let mut found = slices.index(&order)?.runs()?;
         found.inverse = order.zeros_like()?.scatter(0, &order, &found.inverse)?;
         self.in_own_shape(found, dim)
+    }
+
+    /// The distinct elements of a sharded vector, from those of every shard. `None` if it is not sharded, or has NaN, which differ from each
+    /// other and are not found by value.
+    #[track_caller]
+    fn unique_of_shards(&self) -> Result<Option<Unique>> {
+        let site = Location::caller();
+        let settled = self.layout().reduced().unstrided(&|_| true)?;
+        if settled.shard_order(0).is_empty() || self.elem_count() == 0 {
+            return Ok(None);
+        }
+        let x = record_implicit_operator("unique", || self.to_layout_at(&settled, site))?;
+        let searches_nan = x.dtype().is_float() && x.is_readable();
+        if searches_nan && x.isnan()?.any(&[], false)?.item::<u8>()? != 0 {
+            return Ok(None);
+        }
+        let (sorted, _) = x.sorted_shards("unique", 0, SortOrder::Ascending)?;
+        let begins = dispatch(&RunsOfShards, &[&sorted], site)?.swap_remove(0);
+        let distinct = sorted.masked_select(&begins)?;
+        let everywhere = distinct.layout().without_axes(distinct.layout().shard_order(0))?;
+        let distinct = record_implicit_operator("unique", || distinct.to_layout_at(&everywhere, site))?;
+        let values = distinct.sort(0, false)?.0.runs()?.values;
+        let inverse = x.bucketize(&values)?;
+        let counts = inverse.bincount(None, values.elem_count())?;
+        let plain = |axis: usize| match settled.shard_order(0).contains(&axis) {
+            true => Placement::Shard(0),
+            false => Placement::Replicate,
+        };
+        let placements: Vec<Placement> = (0..settled.placements().len()).map(plain).collect();
+        let to = Layout::new(settled.mesh(), values.shape(), placements)?;
+        let moved = |t: &DTensor| record_implicit_operator("unique", || t.to_layout_at(&to, site));
+        Ok(Some(Unique { values: moved(&values)?, inverse, counts: moved(&counts)? }))
     }
 
     /// Returns the elements, or the slices of a dimension, that differ from the one before, with the run of every element and the
@@ -123,9 +169,9 @@ impl DTensor {
             let needed = "a vector of integers, and as many weights";
             return Err(ErrorKind::shape(self.shape()).error("operands", found, needed, "correct the operands"));
         }
-        let most = match self.elem_count() == 0 || self.device_mesh().world().is_dry() {
-            true => 0,
-            false => self.amax(&[], false)?.to_dtype(DType::I64)?.item::<i64>()?.max(0) as usize + 1,
+        let most = match self.elem_count() > 0 && self.is_readable() {
+            false => 0,
+            true => self.amax(&[], false)?.to_dtype(DType::I64)?.item::<i64>()?.max(0) as usize + 1,
         };
         let size = most.max(min_length);
         let weights = match weights {
@@ -225,7 +271,7 @@ impl DTensor {
     #[track_caller]
     fn range_of(&self, name: &'static str, bins: usize, min: f64, max: f64, around: f64) -> Result<(f64, f64)> {
         let (mut low, mut high) = (min, max);
-        if low == high && self.elem_count() > 0 && !self.device_mesh().world().is_dry() {
+        if low == high && self.elem_count() > 0 && self.is_readable() {
             let number = |x: DTensor| x.to_dtype(DType::F64)?.item::<f64>();
             low = number(self.detach().amin(&[], false)?)?;
             high = number(self.detach().amax(&[], false)?)?;
@@ -291,6 +337,36 @@ impl DTensor {
         }
         found.reverse();
         Ok(found)
+    }
+}
+
+/// Where a run of equal elements begins within a shard of a vector (u8): the first element of a shard always begins one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct RunsOfShards;
+
+impl Op for RunsOfShards {
+    fn name(&self) -> &'static str {
+        "unique"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let shape = inputs[0].shape.as_slice();
+        let outputs = vec![TensorMeta::new(shape, DType::U8)];
+        Ok(OpPlan { signature: Signature::pointwise(&[shape], shape), outputs })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (x, n) = (&inputs[0], inputs[0].elem_count());
+        let first = Tensor::ones(n.min(1), DType::U8, x.device())?;
+        if n < 2 {
+            return Ok(vec![first]);
+        }
+        let differs = x.narrow(0, 1, n - 1)?.ne(&x.narrow(0, 0, n - 1)?)?;
+        Ok(vec![concat(&[first, differs], 0)?])
+    }
+
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }
 

@@ -1,9 +1,13 @@
 //! Distances, similarities and normalizations by lengths.
 
-use candle_core::DType;
+use std::panic::Location;
+
+use candle_core::{DType, Device, Tensor};
 
 use super::{OpEntry, SampleInput, dtype};
+use crate::comm::record_implicit_operator;
 use crate::error::Result;
+use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 impl DTensor {
@@ -45,7 +49,9 @@ impl DTensor {
         if self.ndim() < 2 || other.ndim() < 2 || self.shape().last() != other.shape().last() {
             return Err(self.bad_dims("cdist", &[], "matrices with rows of one length"));
         }
-        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?)?;
+        // Reduced before the operands are paired: there are more pairs than rows.
+        let (x, y) = (self.without_partials("cdist", &[-1])?, other.without_partials("cdist", &[-1])?);
+        let differences = x.unsqueeze(-2)?.sub(&y.unsqueeze(-3)?)?;
         if differences.elem_count() == 0 {
             // No element gives the distance 0, also where there is nothing to take a maximum of.
             return differences.sum(&[-1], false);
@@ -54,6 +60,8 @@ impl DTensor {
     }
 
     /// Computes the distances of all pairs of rows of a matrix: the upper triangle of [`cdist`](Self::cdist), row by row.
+    ///
+    /// Sharded rows are gathered once, and the pairs are sharded instead.
     #[track_caller]
     pub fn pdist(&self, p: f64) -> Result<DTensor> {
         if self.ndim() != 2 {
@@ -62,11 +70,17 @@ impl DTensor {
         let n = self.shape()[0];
         let pairs: Vec<(i64, i64)> = (0..n as i64).flat_map(|i| (i + 1..n as i64).map(move |j| (i, j))).collect();
         let (left, right): (Vec<i64>, Vec<i64>) = pairs.into_iter().unzip();
+        let (x, site) = (self.without_partials("pdist", &[])?, Location::caller());
+        let axes = x.layout().shard_order(0).to_vec();
+        let by_axis = |axis: usize| if axes.contains(&axis) { Placement::Shard(0) } else { Placement::Replicate };
+        let sharded: Vec<Placement> = (0..x.placements().len()).map(by_axis).collect();
+        let whole = x.layout().without_axes(&axes)?;
+        let x = record_implicit_operator("pdist", || x.to_layout_at(&whole, site))?;
         let index = |list: Vec<i64>| {
             let count = list.len();
-            self.constant(&candle_core::Tensor::from_vec(list, count, &candle_core::Device::Cpu)?)
+            self.constant(&Tensor::from_vec(list, count, &Device::Cpu)?)?.redistribute(sharded.clone())
         };
-        let differences = self.index(&index(left)?)?.sub(&self.index(&index(right)?)?)?;
+        let differences = x.index(&index(left)?)?.sub(&x.index(&index(right)?)?)?;
         if differences.elem_count() == 0 {
             return differences.sum(&[-1], false);
         }

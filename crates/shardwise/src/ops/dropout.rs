@@ -1,9 +1,12 @@
 //! Dropout. The mask depends on the global position of an element alone, so every layout drops the same elements.
 
+use std::panic::Location;
+
 use candle_core::DType;
 
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
+use crate::op::name_call;
 use crate::placement::Placement;
 use crate::random::Distribution;
 use crate::tensor::DTensor;
@@ -40,6 +43,38 @@ impl DTensor {
             Distribution::Bernoulli { p: 1.0 - p },
         )?;
         self.mul(&mask.mul_scalar(1.0 / (1.0 - p))?)
+    }
+
+    /// Draws ones and zeros in the layout of this tensor, whose elements are the probabilities of a one. No gradient passes.
+    ///
+    /// Draws as [`dropout`](Self::dropout) does. For one probability see [`Distribution::Bernoulli`].
+    ///
+    /// # Errors
+    /// If the elements are integers. A probability outside of 0 to 1 is an error on the ranks that hold it; the other ranks get it with
+    /// their next collective.
+    #[track_caller]
+    pub fn bernoulli(&self) -> Result<DTensor> {
+        let site = Location::caller();
+        let mesh = self.device_mesh();
+        let refused = |found: String| {
+            let error =
+                ErrorKind::Argument.error("probabilities", found, "floating-point numbers from 0 to 1", "correct them");
+            Err(name_call(error, "bernoulli", &[self], site))
+        };
+        if !self.dtype().is_float() {
+            return refused(self.dtype().as_str().to_string());
+        }
+        let share = self.detach().without_partials("bernoulli", &[])?;
+        if !mesh.world().is_dry() && mesh.contains(mesh.world().rank()) {
+            let held = share.local().flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+            if let Some(wrong) = held.iter().find(|p| !(0.0..=1.0).contains(*p)) {
+                return refused(wrong.to_string());
+            }
+        }
+        // Half precision has too few bits for small probabilities.
+        let dtype = if self.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let uniform = Distribution::Uniform { low: 0.0, high: 1.0 };
+        DTensor::random_in(share.layout(), dtype, mesh, uniform)?.lt(&share)?.to_dtype(self.dtype())
     }
 
     /// Zeroes whole channels, the first two dimensions, with probability `p` and scales the rest by `1 / (1 - p)`. Without a batch
@@ -108,6 +143,14 @@ pub(super) const OPS: &[OpEntry] = &[OpEntry {
 }];
 
 pub(super) const COMPOSED_OPS: &[OpEntry] = &[
+    OpEntry {
+        name: "bernoulli",
+        samples,
+        apply: |x| {
+            x[0].device_mesh().manual_seed(7);
+            Ok(vec![x[0].sigmoid()?.bernoulli()?])
+        },
+    },
     OpEntry {
         name: "feature_dropout",
         samples,

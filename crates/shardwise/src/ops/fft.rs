@@ -10,6 +10,7 @@ use candle_core::DType;
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
+use crate::op::with_autocast;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
@@ -210,7 +211,8 @@ impl DTensor {
     #[track_caller]
     fn times_along(&self, dim: usize, matrix: &DTensor) -> Result<DTensor> {
         let dim = dim as isize;
-        self.movedim(dim, -1)?.matmul(matrix)?.movedim(-1, dim)
+        let lines = self.movedim(dim, -1)?;
+        with_autocast(None, || lines.matmul(matrix))?.movedim(-1, dim)
     }
 }
 

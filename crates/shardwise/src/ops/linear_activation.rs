@@ -10,7 +10,7 @@ use super::unary::Unary;
 use super::{OpEntry, SampleInput};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, product_dtype};
 use crate::tensor::{DTensor, SaveForBackward, is_recording};
 use shardwise_kernels::matmul_activation;
 
@@ -83,7 +83,9 @@ impl DTensor {
         activation: Activation,
     ) -> Result<DTensor> {
         let inputs: Vec<&DTensor> = [Some(self), Some(weight), bias].into_iter().flatten().collect();
-        let fits = self.dtype() == DType::F32 && self.fits_linear(weight) && self.fits_fused_linear(weight, bias);
+        let fits = product_dtype(self.dtype()) == DType::F32
+            && self.fits_linear(weight)
+            && self.fits_fused_linear(weight, bias);
         match activation.function().filter(|_| fits) {
             Some(function) => {
                 let keeps_product = is_recording() && inputs.iter().any(|t| t.has_gradient());

@@ -200,9 +200,9 @@ impl DTensor {
         let bags: Vec<usize> = match (ids.ndim(), offsets) {
             (2, None) => (0..ids.shape()[0]).flat_map(|bag| std::iter::repeat_n(bag, ids.shape()[1])).collect(),
             (1, Some(offsets)) => {
-                let starts = match offsets.device_mesh().world().is_dry() {
-                    true => vec![0; offsets.elem_count()],
-                    false => offsets.full_tensor()?.to_dtype(DType::I64)?.to_vec1::<i64>()?,
+                let starts = match offsets.is_readable() {
+                    false => vec![0; offsets.elem_count()],
+                    true => offsets.full_tensor()?.to_dtype(DType::I64)?.to_vec1::<i64>()?,
                 };
                 let ends = starts.len() - usize::from(include_last_offset && !starts.is_empty());
                 let bag = |i: usize| starts[..ends].iter().rposition(|&start| start as usize <= i);

@@ -6,7 +6,7 @@ use candle_core::DType;
 
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
-use crate::op::name_call;
+use crate::op::{loss_dtype, name_call};
 use crate::tensor::DTensor;
 use shardwise_kernels::first_outside;
 
@@ -97,7 +97,7 @@ impl DTensor {
         let dim = self.check_classes("cross_entropy", target)?;
         options.reduction.check("cross_entropy")?;
         if let Some(wide) = self.widened()? {
-            return wide.cross_entropy(target, options)?.to_dtype(self.dtype());
+            return wide.cross_entropy(target, options)?.to_dtype(loss_dtype(self.dtype()));
         }
         // The logits are used several times: partial sums are reduced once, up front.
         let logits = &self.without_partials("cross_entropy", &[dim])?;
@@ -123,7 +123,7 @@ impl DTensor {
         let dim = self.check_classes("nll_loss", target)?;
         options.reduction.check("nll_loss")?;
         if let Some(wide) = self.widened()? {
-            return wide.nll_loss(target, options)?.to_dtype(self.dtype());
+            return wide.nll_loss(target, options)?.to_dtype(loss_dtype(self.dtype()));
         }
         let target = &target.to_dtype(DType::I64)?;
         reduce_counted(&self.of_target("nll_loss", target, dim, options.ignore_index)?.neg()?, target, options)
@@ -180,7 +180,7 @@ impl DTensor {
     pub fn mse_loss(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         reduction.check("mse_loss")?;
         if let Some((x, y)) = self.widened_beside(target)? {
-            return x.mse_loss(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
+            return x.mse_loss(&y, reduction)?.to_dtype(loss_dtype(dtype::promote(self.dtype(), target.dtype())));
         }
         reduction.of(self.sub(target)?.square()?)
     }
@@ -192,7 +192,7 @@ impl DTensor {
     pub fn l1_loss(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         reduction.check("l1_loss")?;
         if let Some((x, y)) = self.widened_beside(target)? {
-            return x.l1_loss(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
+            return x.l1_loss(&y, reduction)?.to_dtype(loss_dtype(dtype::promote(self.dtype(), target.dtype())));
         }
         reduction.of(self.sub(target)?.abs()?)
     }
@@ -205,7 +205,7 @@ impl DTensor {
         reduction.check("smooth_l1_loss")?;
         if let Some((x, y)) = self.widened_beside(target)? {
             let dtype = dtype::promote(self.dtype(), target.dtype());
-            return x.smooth_l1_loss(&y, beta, reduction)?.to_dtype(dtype);
+            return x.smooth_l1_loss(&y, beta, reduction)?.to_dtype(loss_dtype(dtype));
         }
         let difference = self.sub(target)?.abs()?;
         if beta == 0.0 {
@@ -226,7 +226,9 @@ impl DTensor {
     pub fn bce_with_logits(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         reduction.check("bce_with_logits")?;
         if let Some((x, y)) = self.widened_beside(target)? {
-            return x.bce_with_logits(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
+            return x
+                .bce_with_logits(&y, reduction)?
+                .to_dtype(loss_dtype(dtype::promote(self.dtype(), target.dtype())));
         }
         let x = self.without_partials("bce_with_logits", &[])?;
         reduction.of(target.rsub_scalar(1.0)?.mul(&x)?.sub(&x.logsigmoid()?)?)
@@ -239,7 +241,7 @@ impl DTensor {
     #[track_caller]
     pub fn kl_div(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         if let Some((x, y)) = self.widened_beside(target)? {
-            return x.kl_div(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
+            return x.kl_div(&y, reduction)?.to_dtype(loss_dtype(dtype::promote(self.dtype(), target.dtype())));
         }
         let target = &target.without_partials("kl_div", &[])?;
         let zero = target.zeros_like()?;
@@ -256,7 +258,7 @@ impl DTensor {
     pub fn kl_div_log_target(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         if let Some((x, y)) = self.widened_beside(target)? {
             let dtype = dtype::promote(self.dtype(), target.dtype());
-            return x.kl_div_log_target(&y, reduction)?.to_dtype(dtype);
+            return x.kl_div_log_target(&y, reduction)?.to_dtype(loss_dtype(dtype));
         }
         // The exponential may be large: terms of a partial sum would be rounded at its size.
         let [x, target] = [self, target].map(|t| t.without_partials("kl_div_log_target", &[]));

@@ -1,11 +1,15 @@
 //! More losses: of margins, distributions and sequences. Reductions leave partial sums unreduced, as in `loss`.
 
+use std::panic::Location;
+
 use candle_core::{DType, Device, Tensor};
 
-use super::arrange::signed;
+use super::arrange::{one_mesh, signed};
 use super::loss::{LossOptions, Reduction};
 use super::{OpEntry, SampleInput, dtype};
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
+use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 /// Options of [`gaussian_nll_loss`](DTensor::gaussian_nll_loss) and [`poisson_nll_loss`](DTensor::poisson_nll_loss).
@@ -43,23 +47,24 @@ impl Default for TripletOptions {
 impl DTensor {
     /// Computes the cross entropy of logits and class indices as [`cross_entropy`](Self::cross_entropy) does, with a weight per
     /// class.
+    ///
+    /// Communicates as [`cross_entropy`](Self::cross_entropy) does, and the weights of the targets if the weights are sharded.
     #[track_caller]
     pub fn cross_entropy_weighted(&self, target: &DTensor, weight: &DTensor, options: LossOptions) -> Result<DTensor> {
         let dim = isize::from(self.ndim() > 1);
-        let log_probabilities = self.log_softmax(dim)?;
-        let likelihood = LossOptions { reduction: Reduction::None, ..options };
-        let losses = log_probabilities.nll_loss_weighted(target, weight, likelihood)?;
+        let unreduced = LossOptions { reduction: Reduction::None, label_smoothing: 0.0, ..options };
         let weights = target_weights(target, weight, options.ignore_index)?;
-        let losses = match options.label_smoothing {
-            0.0 => losses,
-            smoothing => {
-                let classes = self.shape()[dim as usize] as f64;
-                let even = log_probabilities.mul(&log_probabilities.per_class(weight)?)?.sum(&[dim], false)?.neg()?;
-                let known = target.ne(options.ignore_index)?;
-                let even = known.where_cond(&even, 0.0)?;
-                losses.mul_scalar(1.0 - smoothing)?.add(&even.mul_scalar(smoothing / classes)?)?
-            }
-        };
+        let smoothing = options.label_smoothing;
+        if smoothing == 0.0 {
+            let losses = self.cross_entropy(target, unreduced)?.mul(&weights)?;
+            return weighted_mean(&losses, &weights, options.reduction);
+        }
+        let log_probabilities = self.log_softmax(dim)?;
+        let losses = log_probabilities.nll_loss(target, unreduced)?.mul(&weights)?;
+        let classes = self.shape()[dim as usize] as f64;
+        let even = log_probabilities.mul(&log_probabilities.per_class(weight)?)?.sum(&[dim], false)?.neg()?;
+        let even = target.ne(options.ignore_index)?.where_cond(&even, 0.0)?;
+        let losses = losses.mul_scalar(1.0 - smoothing)?.add(&even.mul_scalar(smoothing / classes)?)?;
         weighted_mean(&losses, &weights, options.reduction)
     }
 
@@ -243,6 +248,7 @@ impl DTensor {
         if self.ndim() == 0 {
             return self.unsqueeze(0)?.multi_margin_loss(target, p, margin, weight, reduction);
         }
+        let target_shape = signed(target.shape());
         let target = target.reshape(&signed(&self.shape()[..self.ndim() - 1]))?.to_dtype(DType::I64)?;
         let x = self.without_partials("multi_margin_loss", &[-1])?;
         let classes = self.shape()[self.ndim() - 1];
@@ -256,24 +262,47 @@ impl DTensor {
         }
         let others = target.one_hot(classes)?.eq(0)?;
         let losses = others.where_cond(&short, 0.0)?.sum(&[-1], false)?.div_scalar(classes as f64)?;
-        reduction.of(losses)
+        // The target of scores without rows has no dimension, or one of size 1.
+        reduction.of(losses.reshape(&target_shape)?)
     }
 
     /// Computes the margin loss of class scores `[n, classes]` or `[classes]` with several targets per row, which end at the first
     /// -1: the mean of `max(0, 1 - (x[y] - x[i]))` over all pairs of a target and another class.
+    ///
+    /// Sharded scores stay where they are: targets are brought to the same rows, and one score per target is all-reduced.
     #[track_caller]
     pub fn multilabel_margin_loss(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         if self.ndim() == 0 {
             return self.unsqueeze(0)?.multilabel_margin_loss(&target.atleast_1d()?, reduction)?.reshape(&[]);
         }
-        let x = self.without_partials("multilabel_margin_loss", &[-1])?;
-        let classes = self.shape()[self.ndim() - 1];
+        let (name, site, last) = ("multilabel_margin_loss", Location::caller(), self.ndim() - 1);
+        one_mesh(name, &[self, target])?;
+        if target.shape() != self.shape() {
+            let found = format!("{} with targets {} in {name}", self.layout(), target.layout());
+            let needed = "as many targets per row as classes, -1 after the last";
+            return Err(ErrorKind::shape(target.shape()).error(
+                "targets",
+                found,
+                needed,
+                "fill the targets up with -1",
+            ));
+        }
+        let x = self.without_partials(name, &[-1])?;
+        let classes = self.shape()[last];
+        // All that is as large as the pairs follows the layout of the scores, or of the targets if the scores are replicated.
+        let rows = if x.placements().iter().all(Placement::is_replicate) {
+            target.layout().reduced()
+        } else {
+            x.layout().clone()
+        };
+        let rows = rows.without_axes(rows.shard_order(last))?;
+        let target = &record_implicit_operator(name, || target.to_layout_at(&rows, site))?;
         // A target counts if no -1 comes before it.
         let counts = target.ge(0)?.to_dtype(DType::I64)?.cumprod(-1)?;
         let known = counts.where_cond(&target.to_dtype(DType::I64)?, 0)?;
         let zeros = known.zeros_like()?;
         let is_target = zeros.scatter_add(-1, &known, &counts)?.gt(0)?;
-        let own = x.gather(-1, &known)?.unsqueeze(-1)?;
+        let own = x.gather(-1, &known)?.all_reduced(name)?.unsqueeze(-1)?;
         let short = x.unsqueeze(-2)?.sub(&own)?.add_scalar(1.0)?.clamp_min(0.0)?;
         let pairs = counts.ne(0)?.unsqueeze(-1)?.logical_and(&is_target.logical_not()?.unsqueeze(-2)?)?;
         let losses = pairs.where_cond(&short, 0.0)?.sum(&[-2, -1], false)?.div_scalar(classes as f64)?;
@@ -339,6 +368,7 @@ impl DTensor {
         target_lengths: &[usize],
         options: CtcOptions,
     ) -> Result<DTensor> {
+        one_mesh("ctc_loss", &[self, targets])?;
         if self.ndim() == 2 {
             let reduction = options.reduction;
             let loss =
@@ -396,9 +426,9 @@ impl DTensor {
         let (steps, n) = (self.shape()[0], input_lengths.len());
         let longest = target_lengths.iter().copied().max().unwrap_or(0);
         let states = 2 * longest + 1;
-        let host = match targets.device_mesh().world().is_dry() {
-            true => vec![0; targets.elem_count()],
-            false => targets.detach().full_tensor()?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?,
+        let host = match targets.is_readable() {
+            false => vec![0; targets.elem_count()],
+            true => targets.detach().full_tensor()?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?,
         };
         let width = if targets.ndim() == 2 { targets.shape()[1] } else { 0 };
         let (mut labels, mut skips, mut start) = (vec![blank as i64; n * states], vec![0u8; n * states], 0);
@@ -476,7 +506,9 @@ fn weighted(losses: &DTensor, weight: Option<&DTensor>) -> Result<DTensor> {
 fn target_weights(target: &DTensor, weight: &DTensor, ignore_index: i64) -> Result<DTensor> {
     let target = target.to_dtype(DType::I64)?;
     let known = target.ne(ignore_index)?;
-    known.where_cond(&weight.index(&known.where_cond(&target, 0)?)?, 0.0)
+    // Used more than once: the sum of a lookup in sharded weights is reduced here.
+    let found = weight.index(&known.where_cond(&target, 0)?)?.all_reduced("nll_loss")?;
+    known.where_cond(&found, 0.0)
 }
 
 #[track_caller]

@@ -6,7 +6,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::binary::broadcast_shape;
+use super::broadcast::broadcast_shape;
 use super::{OpEntry, SampleInput};
 use crate::comm::{Call, DeviceMesh, record_implicit_operator};
 use crate::error::{ErrorKind, Result, Site};
@@ -206,12 +206,13 @@ fn joined(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
 }
 
 /// How many elements of a mask are set in each shard of its first dimension, by the first index of the shard. Collective if it
-/// is sharded.
+/// is sharded. A rank outside the mesh does not learn them: for it nothing is selected.
 fn selected_counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
     let (mesh, layout): (&DeviceMesh, &Layout) = (mask.device_mesh(), mask.layout());
     let (dry, axes) = (mesh.world().is_dry(), layout.shard_order(0));
     let row: usize = layout.shape()[1..].iter().product();
     let of_ranks: Vec<usize> = match (dry, axes.is_empty()) {
+        (false, _) if !mask.is_readable() => vec![0; mesh.mesh().size()],
         (true, _) => mesh.mesh().ranks().iter().map(|&r| layout.local_shape(r)[0] * row).collect(),
         (false, true) => vec![count_nonzero(mask.local())?; mesh.mesh().size()],
         (false, false) => {

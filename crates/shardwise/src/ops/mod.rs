@@ -7,7 +7,11 @@ mod arrange;
 mod attention;
 mod band;
 mod binary;
+mod broadcast;
 mod channel_norm;
+mod channels;
+mod class_loss;
+mod complex;
 mod contraction;
 mod convolution;
 mod custom_elementwise;
@@ -20,19 +24,25 @@ mod einsum;
 mod equation;
 mod fft;
 mod flip;
+mod fold;
 mod fused_rows;
+mod grouped;
 mod index;
+mod index_argument;
 mod indices;
 mod join;
 mod linalg;
 mod linear_activation;
 mod lookup;
+mod local_product;
 mod loss;
 mod margin_loss;
 mod masked;
+mod masked_reduce;
 mod narrow;
 mod normalization;
 mod operators;
+mod order_statistics;
 mod override_rule;
 mod parametrized;
 mod quantized;
@@ -41,26 +51,33 @@ mod residual;
 mod resample;
 mod reshape;
 mod scalar;
+mod scaled_mm;
 mod scan;
 mod scan_gradient;
 mod scatter;
 mod scatter_reduce;
+mod shard_statistics;
+mod slice_sums;
 mod sort;
+mod sort_exchange;
 mod special;
 mod statistics;
 mod table;
+mod tensor_product;
 mod ternary;
 mod unary;
 mod view;
 mod windows;
 
-pub use attention::AttentionOptions;
 pub(crate) use attention::RotaryFrequencies;
+pub use attention::{AttentionOptions, BlockMask, MultiHeadOptions};
+pub use broadcast::broadcast_shapes;
+pub use complex::ComplexTensor;
 pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
 pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
 pub use data_dependent::Unique;
 pub use fft::FftNorm;
-pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
+pub use index_argument::{Ellipsis, Index, Indices, NewAxis, strided};
 pub use linalg::{LeastSquares, MatrixNorm, ToleranceOptions};
 pub use linear_activation::Activation;
 pub use lookup::{EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
@@ -85,12 +102,13 @@ pub fn composed_ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 35] = [
+static OPS: [&[OpEntry]; 36] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
     ternary::OPS,
     einsum::OPS,
+    grouped::OPS,
     affine::OPS,
     reduce::OPS,
     normalization::OPS,
@@ -124,7 +142,11 @@ static OPS: [&[OpEntry]; 35] = [
 ];
 
 /// Composed operators by family.
-static COMPOSED_OPS: [&[OpEntry]; 15] = [
+static COMPOSED_OPS: [&[OpEntry]; 21] = [
+    tensor_product::OPS,
+    channels::OPS,
+    masked_reduce::OPS,
+    attention::COMPOSED_OPS,
     linear_activation::OPS,
     activation::OPS,
     arrange::OPS,
@@ -132,8 +154,10 @@ static COMPOSED_OPS: [&[OpEntry]; 15] = [
     lookup::COMPOSED_OPS,
     dropout::COMPOSED_OPS,
     windows::OPS,
+    fold::OPS,
     resample::OPS,
     margin_loss::OPS,
+    class_loss::OPS,
     distance::OPS,
     statistics::OPS,
     data_dependent::OPS,

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, SampleInput};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
-use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpKind, OpPlan, dispatch};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::{contiguous, index_select, reserve};
@@ -122,11 +122,14 @@ impl DTensor {
 
     /// Returns all slices of a dimension, without that dimension.
     ///
-    /// Communicates as [`select`](Self::select) does.
+    /// Local if the dimension is not sharded; else one exchange moves the shards to another dimension, for all slices together.
     #[track_caller]
     pub fn unbind(&self, dim: isize) -> Result<Vec<DTensor>> {
         let at = self.resolve_dim("unbind", dim)?;
-        (0..self.shape()[at]).map(|index| self.select(dim, index as isize)).collect()
+        if self.shape()[at] == 0 {
+            return Ok(Vec::new());
+        }
+        dispatch(&Unbind { dim: at }, &[self], Location::caller())
     }
 
     #[track_caller]
@@ -184,6 +187,11 @@ impl Op for Narrow {
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] })
     }
 
+    /// Every other element is a selection by index.
+    fn kind(&self) -> OpKind {
+        if self.step == 1 { OpKind::AnyType } else { OpKind::Arithmetic }
+    }
+
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let held = context.input_runs(0, self.dim);
         let Some(run) = held.iter().next() else { return Ok(vec![inputs[0].clone()]) };
@@ -211,6 +219,49 @@ impl Op for Narrow {
             }
             let after = n - op.start - spread.shape()[op.dim];
             Ok(vec![Some(spread.pad(&along(op.start, after, behind), 0.0)?)])
+        })
+    }
+}
+
+/// All slices of a dimension, without that dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Unbind {
+    dim: usize,
+}
+
+impl Op for Unbind {
+    fn name(&self) -> &'static str {
+        "unbind"
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let x = &inputs[0];
+        let (n, ndim) = (x.shape[self.dim], x.shape.len());
+        let sharding = (0..ndim).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
+        let kept: Vec<usize> = (0..ndim).filter(|&d| d != self.dim).collect();
+        let mut names = reserve(n)?;
+        names.resize(n, kept.iter().map(|&d| Some(d)).collect());
+        let signature = Signature::new(sharding, [(0..ndim).map(Some).collect()], names).allow_all_partial();
+        let mut outputs = reserve(n)?;
+        outputs.resize(n, TensorMeta { shape: kept.iter().map(|&d| x.shape[d]).collect(), dtype: x.dtype });
+        Ok(OpPlan { signature, outputs })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let slice = |index| Ok(contiguous(&inputs[0].narrow(self.dim, index, 1)?.squeeze(self.dim)?)?);
+        (0..inputs[0].dims()[self.dim]).map(slice).collect()
+    }
+
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(SaveForBackward::Nothing, |op, _, gradients| {
+            let Some(known) = gradients.iter().flatten().next() else { return Ok(vec![None]) };
+            let zero = known.zeros_like()?;
+            let all: Vec<&DTensor> = gradients.iter().map(|g| g.as_ref().unwrap_or(&zero)).collect();
+            Ok(vec![Some(DTensor::stack(&all, op.dim as isize)?)])
         })
     }
 }

@@ -179,13 +179,18 @@ impl DTensor {
 
     /// Computes the variance over some dimensions, or over all if `dims` is empty, with divisor `n - correction`.
     ///
-    /// If a reduced dimension is sharded, the mean is all-reduced, and the result is `Partial(Sum)`. Two passes, so it is accurate
-    /// for data far from zero.
+    /// If a reduced dimension is sharded over up to 4 ranks, one all-gather brings mean and variance of every shard together; over more
+    /// ranks, the mean is all-reduced, and the result is `Partial(Sum)`. Two passes, so it is accurate for data far from zero.
     #[track_caller]
     pub fn var(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
         let x = self.without_partials("var", dims)?;
         if let Some(wide) = x.widened()? {
             return wide.var(dims, correction, keepdim)?.to_dtype(self.dtype());
+        }
+        if let Some((_, kept)) = x.merged_statistics("var", dims)? {
+            let count = self.elem_count() as f64 / kept.elem_count() as f64;
+            let variance = kept.mul_scalar(count / (count - correction).max(0.0))?;
+            return if keepdim { Ok(variance) } else { variance.sum(dims, false) };
         }
         let centred = x.sub(&x.mean(dims, true)?)?;
         let squares = centred.square()?.sum(dims, keepdim)?;
@@ -195,7 +200,7 @@ impl DTensor {
 
     /// Computes the standard deviation over some dimensions, or over all if `dims` is empty, with divisor `n - correction`.
     ///
-    /// If a reduced dimension is sharded, mean and variance are all-reduced.
+    /// If a reduced dimension is sharded, ranks communicate as in [`var`](Self::var).
     #[track_caller]
     pub fn std(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
         let x = self.without_partials("std", dims)?;
@@ -245,7 +250,8 @@ impl DTensor {
 
     /// Applies layer normalization over the last `dims` dimensions: mean 0 and variance 1, times `weight`, plus `bias`.
     ///
-    /// Local if these dimensions are not sharded; else ranks all-reduce the mean and the variance of each row.
+    /// Local if these dimensions are not sharded; else ranks exchange the mean and the variance of each row, as in [`var`](Self::var),
+    /// and all-reduce two numbers of each row in the backward pass, together if up to 4 ranks share a row.
     #[track_caller]
     pub fn layer_norm(
         &self,
@@ -264,9 +270,19 @@ impl DTensor {
         if let Some(wide) = x.widened()? {
             return wide.layer_norm(dims, weight, bias, eps)?.to_dtype(self.promoted_type(weight, bias));
         }
-        let centred = x.sub(&x.mean(&last, true)?)?;
-        let variance = centred.square()?.mean(&last, true)?;
-        let normal = centred.mul(&variance.add_scalar(eps)?.rsqrt()?)?;
+        let (centred, scale) = match x.merged_statistics("layer_norm", &last)? {
+            Some((mean, variance)) => {
+                let scale = variance.add_scalar(eps)?.rsqrt()?;
+                let [mean, scale] = DTensor::with_gradients_reduced_together("layer_norm", [&mean, &scale])?;
+                (x.sub(&mean)?, scale)
+            }
+            None => {
+                let centred = x.sub(&x.mean(&last, true)?)?;
+                let scale = centred.square()?.mean(&last, true)?.add_scalar(eps)?.rsqrt()?;
+                (centred, scale)
+            }
+        };
+        let normal = centred.mul(&scale)?;
         let scaled = weight.map_or(Ok(normal.clone()), |w| normal.mul(w))?;
         bias.map_or(Ok(scaled.clone()), |b| scaled.add(b))
     }

@@ -6,17 +6,17 @@ use std::rc::Rc;
 use super::{OpEntry, ops};
 use crate::comm::{DeviceMesh, DryWorld};
 use crate::error::{Error, ErrorKind, Result, nearest};
-use crate::layout::{Layout, TensorMeta};
 use crate::op::{ScopedRule, operators_in, with_rule};
 use crate::placement::Placement;
-use crate::rule::Decision;
+use crate::rule::{Decision, RuleCall};
 use crate::tensor::DTensor;
 
 /// Runs `body` with a custom sharding rule for the operator `name`.
 ///
 /// Inside, calls on tensors of ranks of `mesh` run in the layouts that `rule` returns, or by the default rule where it returns
-/// `None`. The rule gets the layouts of the inputs and the shapes and types of the outputs. It must be valid for the operator:
-/// the kernel runs on the local tensors of the layouts that it returns, and a wrong rule gives wrong results. Backward passes
+/// `None`. The rule gets the layouts of the inputs, the shapes and types of the outputs, and the operator's own rule, which depends
+/// on its arguments ([`Signature::sharding`](crate::rule::Signature::sharding) of the dimension of an `argmax` is `Never`). It must be
+/// valid for the operator: the kernel runs on the local tensors of the layouts that it returns, and a wrong rule gives wrong results. Backward passes
 /// inside the scope use the rule for the same operator too. Scopes nest; the innermost rule applies.
 ///
 /// Collective: every rank of the mesh must enter the scope with the same rule; if one does not, all get an error. PyTorch's
@@ -29,15 +29,15 @@ use crate::tensor::DTensor;
 /// ```
 /// use shardwise::ops::override_rule;
 /// use shardwise::prelude::*;
-/// use shardwise::rule::Decision;
+/// use shardwise::rule::{Decision, RuleCall};
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("tp", 2)])?;
 ///     let x = DTensor::ones((4, 4), DType::F32, &mesh, [Replicate])?;
 ///     assert_eq!(x.exp()?.placements(), [Replicate]);
 ///     // the same work, sharded over the ranks
-///     let rows = |inputs: &[&Layout], _: &[TensorMeta]| {
-///         let sharded = Layout::new(inputs[0].mesh(), inputs[0].shape(), [Shard(0)])?;
+///     let rows = |call: &RuleCall| {
+///         let sharded = Layout::new(call.inputs[0].mesh(), call.inputs[0].shape(), [Shard(0)])?;
 ///         Ok(Some(Decision::new([sharded.clone()], [sharded])))
 ///     };
 ///     override_rule(&mesh, "exp", rows, || {
@@ -53,7 +53,7 @@ use crate::tensor::DTensor;
 #[track_caller]
 pub fn override_rule<F, R>(mesh: &DeviceMesh, name: &str, rule: F, body: impl FnOnce() -> Result<R>) -> Result<R>
 where
-    F: Fn(&[&Layout], &[TensorMeta]) -> Result<Option<Decision>> + 'static,
+    F: Fn(&RuleCall<'_>) -> Result<Option<Decision>> + 'static,
 {
     if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
         // Functions cannot be compared between ranks; the type name of a closure identifies where it was written.

@@ -18,7 +18,8 @@ impl DTensor {
     ///
     /// Communicates as [`linear`](Self::linear) does: a weight sharded on dimension 0 gives a result that is sharded on its last
     /// dimension, one sharded on its blocks together with the features of the input a `Partial(Sum)` result. Blocks stay whole, so features that are
-    /// not sharded between blocks are redistributed first. Differentiable with respect to the input and the bias.
+    /// not sharded between blocks are redistributed first. Differentiable with respect to the input and the bias; the gradient is
+    /// that of an input that is not rounded ([`quantized_matmul`](quantized::quantized_matmul) rounds few rows to 16 bits).
     ///
     /// # Errors
     /// If the input is not f32, its features are not those of the weight, or the weight is no tensor of blocks.

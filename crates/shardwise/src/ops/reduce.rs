@@ -317,7 +317,6 @@ fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Resul
         return Ok(gradient.clone());
     }
     let placement = |axis: usize| match (&own.placements()[axis], &x.placements()[axis]) {
-        (Placement::Replicate, _) => Placement::Replicate,
         (_, sharded) if sharded.shard_dim().is_some_and(|d| own.shape()[d] == x.shape()[d]) => sharded.clone(),
         (now, Placement::Replicate | Placement::Partial(_)) if !now.is_partial() => now.clone(),
         _ => Placement::Replicate,

@@ -1,16 +1,21 @@
 //! Resampling of spatial dimensions: interpolation to another size, sampling at the points of a grid, padding that repeats
 //! elements.
 //!
-//! Interpolation works one dimension after the other: each output is a weighted sum of a few slices, so that only a resampled
-//! dimension that is sharded communicates.
+//! Interpolation works one dimension after the other: each output is a weighted sum of a few slices. If a resampled or padded
+//! dimension is sharded, ranks exchange the borders of their shards.
 
-use candle_core::{DType, Device, Tensor};
+use std::panic::Location;
+
+use candle_core::DType;
 
 use super::arrange::signed;
+use super::slice_sums::sum_type;
 use super::windows::positions;
 use super::{OpEntry, SampleInput};
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::tensor::{DTensor, Number};
+use shardwise_kernels::SliceTable;
 
 /// How [`interpolate`](DTensor::interpolate) computes new elements, PyTorch's `mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -137,8 +142,9 @@ fn weights(
 impl DTensor {
     /// Resamples the last dimensions to `sizes`.
     ///
-    /// PyTorch's `interpolate`, `upsample_nearest` and `upsample_bilinear`. Each dimension is a weighted sum of slices: nothing is
-    /// communicated unless a resampled dimension is sharded.
+    /// PyTorch's `interpolate`, `upsample_nearest` and `upsample_bilinear`. If a resampled dimension is sharded, ranks exchange the
+    /// slices at the borders of their shards, and the result is sharded on it with the sizes that follow; else nothing is
+    /// communicated. Integers are rounded to the nearest.
     #[doc(alias = "upsample")]
     #[doc(alias = "upsample_bilinear")]
     #[doc(alias = "upsample_nearest")]
@@ -152,42 +158,29 @@ impl DTensor {
             let needed = "one size of at least 1 per spatial dimension, and elements to resample";
             return Err(ErrorKind::Argument.error("sizes", found, needed, "correct the sizes"));
         };
-        let mut x = self.clone();
+        let copies = matches!(options.mode, Interpolation::Nearest | Interpolation::NearestExact);
+        let wide = match self.dtype().is_float() {
+            _ if copies => self.dtype(),
+            true => sum_type(self.dtype()),
+            false => DType::F64,
+        };
+        let mut x = self.to_dtype(wide)?;
         for (s, &to) in sizes.iter().enumerate() {
             let factor = options.scale_factor.as_ref().and_then(|all| all.get(s).or(all.first()).copied());
             let rows = weights(options.mode, own[s], to, options.align_corners, factor);
-            x = x.weighted_slices(lead + s, &rows)?;
+            x = x.slice_sums("interpolate", lead + s, SliceTable::new(own[s], rows))?;
         }
-        Ok(x)
-    }
-
-    /// Replaces a dimension by weighted sums of its slices.
-    #[track_caller]
-    fn weighted_slices(&self, dim: usize, rows: &[Vec<(usize, f64)>]) -> Result<DTensor> {
-        let width = rows.iter().map(Vec::len).max().unwrap_or(0);
-        let behind = vec![1; self.ndim() - dim - 1];
-        let mut sum: Option<DTensor> = None;
-        for k in 0..width {
-            let at: Vec<i64> = rows.iter().map(|row| row.get(k).map_or(0, |&(at, _)| at as i64)).collect();
-            let weight: Vec<f64> = rows.iter().map(|row| row.get(k).map_or(0.0, |&(_, weight)| weight)).collect();
-            let picked = self.index_along(dim, &self.constant(&Tensor::from_vec(at, rows.len(), &Device::Cpu)?)?)?;
-            if weight.iter().all(|&w| w == 1.0) {
-                sum = Some(sum.map_or(Ok(picked.clone()), |sum| sum.add(&picked))?);
-                continue;
-            }
-            let shape = [vec![rows.len()], behind.clone()].concat();
-            let weight = self.constant(&Tensor::from_vec(weight, shape, &Device::Cpu)?.to_dtype(self.dtype())?)?;
-            let term = picked.mul(&weight)?;
-            sum = Some(sum.map_or(Ok(term.clone()), |sum| sum.add(&term))?);
+        if !copies && !self.dtype().is_float() {
+            x = x.round()?;
         }
-        sum.map_or_else(|| Ok(self.clone()), Ok)
+        x.to_dtype(self.dtype())
     }
 
     /// Pads the last dimensions: `(before, after)` per dimension, from the last dimension backwards as in PyTorch. A negative number
     /// removes elements.
     ///
-    /// A constant border communicates as [`pad`](Self::pad) does. Any other border selects slices: if a padded dimension is sharded, every
-    /// rank contributes the slices that it holds.
+    /// A constant border communicates as [`pad`](Self::pad) does. A border that repeats elements is computed by the ranks that hold the ends
+    /// of a sharded dimension; a circular one is sent to the other end.
     ///
     /// # Errors
     /// If a border is longer than the elements that it repeats, or more is removed than there is.
@@ -236,17 +229,35 @@ impl DTensor {
             if !fits {
                 return Err(wrong("borders no longer than what they repeat"));
             }
+            if mode == PadMode::Circular {
+                x = x.with_other_ends(dim, before as usize, after as usize)?;
+                continue;
+            }
             let source = |at: isize| match mode {
                 PadMode::Reflect if at < 0 => -at,
                 PadMode::Reflect if at >= n => 2 * (n - 1) - at,
-                PadMode::Circular => at.rem_euclid(n),
                 _ => at.clamp(0, n - 1),
             };
-            let index: Vec<i64> = (-before..n + after).map(|at| source(at) as i64).collect();
-            let index = Tensor::from_vec(index.clone(), index.len(), &Device::Cpu)?;
-            x = x.index_along(dim, &self.constant(&index)?)?;
+            let rows = (-before..n + after).map(|at| [(source(at) as usize, 1.0)]);
+            x = x.slice_sums("pad_with", dim, SliceTable::new(n as usize, rows))?;
         }
         Ok(x)
+    }
+
+    /// Joins the last slices of a dimension before its first, and the first after its last.
+    #[track_caller]
+    fn with_other_ends(&self, dim: usize, before: usize, after: usize) -> Result<DTensor> {
+        let (n, site) = (self.shape()[dim], Location::caller());
+        // Copies of the ends along the axes that shard the dimension: the joined tensor stays where it is.
+        let end = |start: usize, len: usize| -> Result<DTensor> {
+            let slices = self.narrow(dim as isize, start, len)?;
+            let whole = slices.layout().without_axes(slices.layout().shard_order(dim))?;
+            record_implicit_operator("pad_with", || slices.to_layout_at(&whole, site))
+        };
+        let (front, back) = (end(n - before, before)?, end(0, after)?);
+        let parts = [(before, &front), (1, self), (after, &back)];
+        let parts: Vec<&DTensor> = parts.iter().filter(|(len, _)| *len > 0).map(|(_, part)| *part).collect();
+        DTensor::cat(&parts, dim as isize)
     }
 
     /// Samples images `[n, channels, height, width]` (or with a depth before them) at the points of a grid `[n, .., 2]` (or 3):

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, SampleInput};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, chunk, coordinates, ragged};
-use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpKind, OpPlan, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
@@ -121,17 +121,27 @@ impl Op for Reshape {
     }
 
     fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
-        let mut from = inputs[0].clone();
+        // Axes that shard a dimension in another order than that of the mesh are easier to follow than strided shards of the same
+        // elements; to name them so moves nothing.
+        let ordered =
+            inputs[0].placements().iter().any(|p| p.split_factor().is_some()).then(|| inputs[0].to_shard_order());
+        let mut from = ordered.and_then(Result::ok).unwrap_or_else(|| inputs[0].clone());
         if from.shape().contains(&0) {
             let whole = from.without_axes(&axes_sharding(&from, &(0..from.shape().len()).collect::<Vec<_>>()))?;
             let to = Layout::new(whole.mesh(), self.shape.as_slice(), whole.placements().to_vec())?;
             return Ok(Decision { inputs: vec![RequiredInput::Layout(whole)], outputs: vec![to] });
         }
-        // A shard of a dimension of size 1 has no counterpart in the new shape.
-        let single: Vec<usize> = (0..from.shape().len()).filter(|&d| from.shape()[d] == 1).collect();
+        // A shard of a dimension of size 1 stays if the new shape has such a dimension at the same place.
+        let ones = matching_ones(from.shape(), &self.shape);
+        let single = |d: &usize| from.shape()[*d] == 1 && !ones.iter().any(|(old, _)| old == d);
+        let single: Vec<usize> = (0..from.shape().len()).filter(single).collect();
         from = from.without_axes(&axes_sharding(&from, &single))?;
         let groups = groups(from.shape(), &self.shape);
         let mut sharding = NewSharding::of(&from);
+        for (old, new) in ones {
+            let moved = |&axis: &usize| (axis, from.placements()[axis].with_dim(new));
+            sharding.add(vec![(new, from.shard_order(old).iter().map(moved).collect())]);
+        }
         for group in &groups {
             // In the current layout; else resharded in units that both shapes can be sharded in; else gathered.
             let found = group.preserved(&from, &self.shape).or_else(|| {
@@ -149,6 +159,10 @@ impl Op for Reshape {
         }
         let to = sharding.layout(&from, &self.shape)?;
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] })
+    }
+
+    fn kind(&self) -> OpKind {
+        OpKind::AnyType
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
@@ -205,6 +219,25 @@ fn groups(old: &[usize], new: &[usize]) -> Vec<DimGroup> {
         parts.push(DimGroup { inputs: several(first_in..i, old), outputs: several(first_out..o, new) });
     }
     parts
+}
+
+/// Dimensions of size 1 of the old and of the new shape with the same number of elements before them, in order.
+fn matching_ones(old: &[usize], new: &[usize]) -> Vec<(usize, usize)> {
+    let ones = |shape: &[usize]| {
+        let mut before = 1;
+        let place = |(dim, &n): (usize, &usize)| {
+            before *= n;
+            (n == 1).then_some((before, dim))
+        };
+        shape.iter().enumerate().filter_map(place).collect::<Vec<_>>()
+    };
+    let (old, new) = (ones(old), ones(new));
+    let nth = |list: &[(usize, usize)], i: usize| list[..i].iter().filter(|(before, _)| *before == list[i].0).count();
+    let partner = |i: usize| {
+        let same = new.iter().filter(|(before, _)| *before == old[i].0).nth(nth(&old, i))?;
+        Some((old[i].1, same.1))
+    };
+    (0..old.len()).filter_map(partner).collect()
 }
 
 /// Per sharded dimension of a group in the new shape its axes in order, with their placements.
@@ -285,8 +318,13 @@ impl DimGroup {
         let mut next = 0;
         for &dim in &self.inputs {
             let own = factors_of(&factors, next, from.shape()[dim]);
-            if !from.shard_order(dim).is_empty() {
-                sharded_factors.push(sharded_factor(from, dim, &factors, own.clone())?);
+            match from.shard_order(dim).len() {
+                0 => {}
+                1 => sharded_factors.push(sharded_factor(from, dim, &factors, own.clone())?),
+                _ => match sharded_factor(from, dim, &factors, own.clone()) {
+                    Some(one) => sharded_factors.push(one),
+                    None => sharded_factors.extend(evenly_sharded_factors(from, dim, &factors, own.clone())?),
+                },
             }
             next = own.end;
         }
@@ -414,6 +452,28 @@ fn sharded_factor(from: &Layout, dim: usize, factors: &[usize], own: std::ops::R
     };
     let counts = coordinates(from.mesh(), &axes).map(held).collect::<Option<Vec<_>>>()?;
     Some(ShardedFactor { factor, axes, counts })
+}
+
+/// The sharding of a dimension by several axes as the sharding of one factor by each axis, in equal parts.
+fn evenly_sharded_factors(
+    from: &Layout,
+    dim: usize,
+    factors: &[usize],
+    own: std::ops::Range<usize>,
+) -> Option<Vec<ShardedFactor>> {
+    // How much a rank holds of each factor after the axes so far: a strided shard counts groups of what is left.
+    let mut held = factors[own.clone()].to_vec();
+    let mut sharded = Vec::new();
+    for &axis in from.shard_order(dim) {
+        let placement = &from.placements()[axis];
+        let groups = if placement.is_contiguous() { 1 } else { placement.split_factor()? };
+        let k = from.mesh().shape()[axis];
+        let fits = |&f: &usize| held[..f].iter().product::<usize>() == groups && held[f].is_multiple_of(k);
+        let factor = (0..held.len()).find(fits)?;
+        held[factor] /= k;
+        sharded.push(ShardedFactor { factor: own.start + factor, axes: vec![axis], counts: vec![held[factor]; k] });
+    }
+    Some(sharded)
 }
 
 /// The flat indices within some consecutive dimensions that a coordinate holds, as ranges.

@@ -111,7 +111,8 @@ impl DTensor {
             (self.dtype() == DType::F32 && !is_in_gradient() && op.kind == ScanKind::Sum && self.layout().is_partial())
                 .then(|| self.with_terms_in_f64())
                 .transpose()?;
-        let mut scanned = dispatch(&op, &[terms.as_ref().unwrap_or(self)], site)?;
+        // Both operators are recorded as one call below.
+        let mut scanned = dispatch(&op, &[&terms.as_ref().unwrap_or(self).detach()], site)?;
         if scanned[0].layout().shard_order(op.dim).is_empty() {
             scanned.truncate(op.outputs());
         } else {

@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::arrange::signed;
-use super::binary::broadcast_shape;
+use super::broadcast::broadcast_shape;
 use super::indices::{check_indices, not_integer, wrapped};
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};

@@ -3,8 +3,9 @@
 
 use std::panic::Location;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
+use super::order_statistics::counted_bytes;
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
@@ -37,7 +38,8 @@ impl DTensor {
     /// Sorts along a dimension; returns the sorted elements and their indices (i64). Stable; NaN counts as the largest.
     ///
     /// If the dimension is sharded, another dimension is sharded instead (all-to-all) or the tensor is gathered, whichever is
-    /// cheaper.
+    /// cheaper. A long line without a gradient stays sharded: ranks agree by counting on the elements that separate their shards of the
+    /// result, and send each element once.
     #[track_caller]
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(DTensor, DTensor)> {
         if let Some(sorted) = self.as_vector(dim, |x| flat_pair(x.sort(0, descending)?)) {
@@ -45,6 +47,9 @@ impl DTensor {
         }
         let dim = self.resolve_dim("sort", dim)?;
         let order = if descending { SortOrder::Descending } else { SortOrder::Ascending };
+        if let Some(sorted) = self.sorted_by_exchange(dim, order)? {
+            return Ok(sorted);
+        }
         let op = TopK { name: "sort", dim, k: self.shape()[dim], order, stage: TopKStage::Whole };
         self.with_gradient(dim, pair(dispatch(&op, &[self], Location::caller())?))
     }
@@ -74,7 +79,8 @@ impl DTensor {
 
     /// Returns the `k`-th smallest element along a dimension (`k` counts from 1), and its index (i64).
     ///
-    /// Communicates as [`topk`](Self::topk) does.
+    /// Communicates as [`topk`](Self::topk) does, unless counting is less: in a long sharded dimension ranks find the element by adding up
+    /// counts, one all-reduce per byte of an element.
     #[track_caller]
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
         if let Some(found) = self.as_vector(dim, |x| x.kthvalue(k, 0, false)) {
@@ -83,6 +89,15 @@ impl DTensor {
         let at = self.resolve_dim("kthvalue", dim)? as isize;
         if k == 0 {
             return Err(self.bad_dims("kthvalue", &[0], "k of at least 1"));
+        }
+        if self.finds_by_counting(at as usize, k) {
+            let mut shape = self.shape().to_vec();
+            shape[at as usize] = 1;
+            let places = self.constant(&Tensor::full(k as i64 - 1, shape, &Device::Cpu)?)?;
+            let indices = self.at_places("kthvalue", at as usize, SortOrder::Ascending, &places)?.indices;
+            let values = self.gather(at, &indices)?;
+            let line = |t: DTensor| if keepdim { Ok(t) } else { t.squeeze(Some(at)) };
+            return Ok((line(values)?, line(indices)?));
         }
         let (values, indices) = self.top_k("kthvalue", dim, k, SortOrder::Ascending)?;
         let last = |t: &DTensor| match keepdim {
@@ -172,6 +187,14 @@ impl DTensor {
         Ok((values.squeeze(Some(at))?, indices.squeeze(Some(at))?))
     }
 
+    /// Whether the `k`-th element of a sharded dimension is found by counting: if that is fewer bytes than both the elements and the best
+    /// `k` candidates of every shard.
+    fn finds_by_counting(&self, dim: usize, k: usize) -> bool {
+        k <= self.shape()[dim]
+            && k * (self.dtype().size_in_bytes() + 8) > counted_bytes(self.dtype(), 1)
+            && self.counts_are_fewer(dim, 1)
+    }
+
     #[track_caller]
     fn top_k(&self, name: &'static str, dim: isize, k: usize, order: SortOrder) -> Result<(DTensor, DTensor)> {
         let site = Location::caller();
@@ -215,6 +238,15 @@ fn flat_pair((values, indices): (DTensor, DTensor)) -> Result<(DTensor, DTensor)
 fn pair(mut outputs: Vec<DTensor>) -> (DTensor, DTensor) {
     let second = outputs.pop().expect("two outputs");
     (outputs.pop().expect("two outputs"), second)
+}
+
+impl DTensor {
+    /// The elements of every shard of a dimension in order, with their indices.
+    #[track_caller]
+    pub(super) fn sorted_shards(&self, name: &'static str, dim: usize, order: SortOrder) -> Result<(DTensor, DTensor)> {
+        let op = TopK { name, dim, k: self.shape()[dim], order, stage: TopKStage::Candidates };
+        Ok(pair(dispatch(&op, &[self], Location::caller())?))
+    }
 }
 
 impl TopK {

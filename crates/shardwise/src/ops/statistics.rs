@@ -6,6 +6,7 @@ use super::arrange::signed;
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::tensor::{DTensor, Operand};
+use shardwise_kernels::SortOrder;
 
 /// How a quantile between two elements is computed, PyTorch's `interpolation`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -102,16 +103,21 @@ impl DTensor {
     }
 
     /// Returns the median along a dimension of the elements that are not NaN, the lower one of two, and its index (i64).
+    ///
+    /// In a long sharded dimension ranks find it by adding up counts, as [`kthvalue`](Self::kthvalue) does; else it is sorted.
     #[track_caller]
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
         if let Some(found) = self.as_vector(dim, |x| x.nanmedian(0, false)) {
             return found;
         }
         let at = self.resolve_dim("nanmedian", dim)?;
-        let (_, order) = self.detach().sort(dim, false)?; // NaN comes last
         let count = self.detach().isnan()?.logical_not()?.sum(&[dim], true)?;
         let middle = count.add_scalar(-1)?.clamp_min(0)?.div_floor(2)?;
-        let indices = order.gather(dim, &middle)?;
+        // NaN comes last.
+        let indices = match self.counts_are_fewer(at, 1) {
+            true => self.at_places("nanmedian", at, SortOrder::Ascending, &middle)?.indices,
+            false => self.detach().sort(dim, false)?.1.gather(dim, &middle)?,
+        };
         dropped((self.gather(dim, &indices)?, indices), at, keepdim)
     }
 
@@ -146,7 +152,7 @@ impl DTensor {
     /// Computes quantiles along a dimension, or of all elements: `q` from 0 to 1 is a vector, whose dimension comes first in the
     /// result, or a scalar. NaN if there is one; [`nanquantile`](Self::nanquantile) ignores them.
     ///
-    /// Communicates as [`sort`](Self::sort) does.
+    /// In a long sharded dimension ranks find the elements by adding up counts, as [`kthvalue`](Self::kthvalue) does; else it is sorted.
     #[track_caller]
     pub fn quantile(
         &self,
@@ -184,6 +190,10 @@ impl DTensor {
             let needed = "a scalar or a vector, and a floating-point tensor with elements";
             return Err(ErrorKind::shape(q.shape()).error("operands", found, needed, "correct the call"));
         }
+        // Once: the elements are compared, and both the order and the NaN are looked for.
+        if self.layout().is_partial() || q.layout().is_partial() {
+            return self.all_reduced(name)?.quantiles(name, &q.all_reduced(name)?, dim, keepdim, interpolation);
+        }
         let Some(dim) = dim.filter(|_| self.ndim() > 0) else {
             let flat = self.reshape(&[-1])?.quantiles(name, q, Some(0), false, interpolation)?;
             let ones = if keepdim { vec![1; self.ndim()] } else { Vec::new() };
@@ -191,7 +201,14 @@ impl DTensor {
         };
         let at = self.resolve_dim(name, dim)?;
         let n = self.shape()[at];
-        let (sorted, _) = self.movedim(dim, -1)?.sort(-1, false)?;
+        let line = self.movedim(dim, -1)?;
+        let last = self.ndim() - 1;
+        let between = matches!(interpolation, QuantileInterpolation::Linear | QuantileInterpolation::Midpoint);
+        let wanted = q.elem_count() * if between { 2 } else { 1 };
+        let sorted = match line.counts_are_fewer(last, wanted) {
+            true => None,
+            false => Some(line.sort(-1, false)?.0),
+        };
         let nan = self.detach().movedim(dim, -1)?.isnan()?;
         let scalar = q.ndim() == 0;
         let q = q.to_dtype(self.dtype())?.reshape(&[-1])?;
@@ -204,13 +221,21 @@ impl DTensor {
             _ => nan.any(&[-1], true)?.where_cond((n - 1) as f64, &q.mul_scalar((n - 1) as f64)?)?,
         };
         let places = places.to_dtype(self.dtype())?;
-        let at_places = |places: &DTensor| sorted.gather(-1, &places.detach().to_dtype(DType::I64)?);
+        let at_places = |places: &DTensor| {
+            let places = places.detach().to_dtype(DType::I64)?;
+            match &sorted {
+                Some(sorted) => sorted.gather(-1, &places),
+                None => line.gather(-1, &line.at_places(name, last, SortOrder::Ascending, &places)?.indices),
+            }
+        };
         let found = match interpolation {
             QuantileInterpolation::Lower => at_places(&places.floor()?)?,
             QuantileInterpolation::Higher => at_places(&places.ceil()?)?,
             QuantileInterpolation::Nearest => at_places(&places.round()?)?,
             QuantileInterpolation::Midpoint | QuantileInterpolation::Linear => {
-                let (low, high) = (at_places(&places.floor()?)?, at_places(&places.ceil()?)?);
+                let count = places.shape()[last];
+                let found = at_places(&DTensor::cat(&[&places.floor()?, &places.ceil()?], -1)?)?;
+                let (low, high) = (found.narrow(-1, 0, count)?, found.narrow(-1, count, count)?);
                 match interpolation {
                     QuantileInterpolation::Midpoint => low.lerp(&high, 0.5)?,
                     _ => low.lerp(&high, &places.sub(&places.detach().floor()?)?)?,
@@ -232,7 +257,9 @@ impl DTensor {
         if self.ndim() > 2 {
             return Err(self.bad_dims("cov", &[], "at most two dimensions"));
         }
-        let x = self.to_dtype(dtype::real(self.dtype()))?.without_partials("cov", &[])?;
+        // Weights of a wider type widen the result.
+        let real = aweights.map_or(dtype::real(self.dtype()), |w| dtype::promote(dtype::real(self.dtype()), w.dtype()));
+        let x = self.to_dtype(real)?.without_partials("cov", &[])?;
         let x = if x.ndim() < 2 { x.reshape(&[1, -1])? } else { x };
         let n = x.shape()[1];
         let convert = |w: Option<&DTensor>| w.map(|w| w.to_dtype(x.dtype())).transpose();

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::binary::{broadcast, broadcast_shape};
+use super::broadcast::{broadcast, broadcast_shape};
 use super::derivative::unbroadcast;
 use super::scalar::Scalar;
 use super::{OpEntry, SampleInput, dtype};

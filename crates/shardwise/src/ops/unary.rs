@@ -224,8 +224,9 @@ functions! {
         => derivative(|x| 2.0 * x, |x| x.mul_scalar(2.0), f32(|x| 2.0 * x));
     /// Applies the rectified linear unit, `max(x, 0)`.
     relu: INCREASING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), integer(x.max(0))
-        => derivative(|x| f64::from(u8::from(x > 0.0)), |x| x.gt(&zero(x)?)?.to_dtype(x.dtype()),
-            f32(|x| if x > 0.0 { 1.0 } else { 0.0 }));
+        // The gradient of NaN passes, as in PyTorch.
+        => derivative(|x| if x <= 0.0 { 0.0 } else { 1.0 }, |x| x.le(&zero(x)?)?.eq(0)?.to_dtype(x.dtype()),
+            f32(|x| if x <= 0.0 { 0.0 } else { 1.0 }));
     /// Rounds each element down to an integer.
     floor: INCREASING, Same, |x| each(x.floor())
         => derivative(|_| 0.0, zero);

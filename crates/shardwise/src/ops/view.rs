@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::{OpEntry, SampleInput};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpKind, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward};
@@ -197,6 +197,15 @@ impl Op for RearrangeDims {
         }
         let shape = self.dims.iter().map(size).collect();
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
+    }
+
+    fn kind(&self) -> OpKind {
+        OpKind::AnyType
+    }
+
+    fn stored_elements(&self, _: usize, local_shape: &[usize]) -> usize {
+        let own = self.dims.iter().zip(local_shape).filter(|(from, _)| matches!(from, DimSource::Input(_)));
+        own.map(|(_, size)| size).product()
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {

@@ -1,16 +1,18 @@
 //! Windows of spatial dimensions with every option of PyTorch: pools with `ceil_mode`, dilation and indices, adaptive and
 //! fractional pools, unpooling, `im2col`.
 //!
-//! A table lists per dimension the elements of each window. Windows are gathered with it and reduced, so that the memory is that
-//! of all windows, and a spatial dimension that is sharded is redistributed. The plain pools of
-//! `convolution` exchange halos instead, and store no windows.
+//! A table lists per dimension the elements of each window. Means are sums along one dimension after the other and store no
+//! windows; maxima, of which the place is returned too, are those of gathered windows. If a spatial dimension is sharded, ranks
+//! exchange the borders of their shards, as the plain pools of `convolution` do.
 
 use candle_core::{DType, Device, Tensor};
 
-use super::arrange::signed;
+use super::arrange::{one_mesh, signed};
+use super::slice_sums::{EmptyRow, sum_type};
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
 use crate::tensor::DTensor;
+use shardwise_kernels::SliceTable;
 
 /// Options of a pool, with one number for all spatial dimensions or one for each.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,6 +48,19 @@ impl PoolOptions {
     }
 }
 
+impl PoolOptions {
+    /// The sizes of the spatial dimensions before a pool with these options gave `pooled`: what [`DTensor::max_unpool`] takes if PyTorch's
+    /// `output_size` is not given.
+    pub fn unpooled_sizes(&self, pooled: &[usize]) -> Vec<usize> {
+        let one = |(s, &n): (usize, &usize)| {
+            let size = per_dim(&self.kernel_size, s, 1);
+            let whole = n.saturating_sub(1) * per_dim(&self.stride, s, size) + size;
+            whole.saturating_sub(2 * per_dim(&self.padding, s, 0))
+        };
+        pooled.iter().enumerate().map(one).collect()
+    }
+}
+
 /// The windows of one dimension.
 struct WindowTable {
     /// Size of the dimension.
@@ -66,14 +81,15 @@ impl WindowTable {
         self.windows.len()
     }
 
-    /// The elements of all windows in order; absent ones have the index `n`.
-    fn indices(&self) -> Vec<i64> {
-        let (width, n) = (self.width(), self.n);
-        let padded = |w: &Vec<Option<usize>>| {
-            let own: Vec<i64> = (0..width).map(|i| w.get(i).copied().flatten().unwrap_or(n) as i64).collect();
-            own
-        };
-        self.windows.iter().flat_map(padded).collect()
+    /// The elements of all windows in order, each window filled up to the same number.
+    fn elements(&self) -> impl Iterator<Item = Option<usize>> {
+        let width = self.width();
+        self.windows.iter().flat_map(move |window| (0..width).map(|i| window.get(i).copied().flatten()))
+    }
+
+    /// The sums of all windows.
+    fn sums(&self) -> SliceTable {
+        SliceTable::new(self.n, self.windows.iter().map(|window| window.iter().flatten().map(|&at| (at, 1.0))))
     }
 
     fn adaptive(n: usize, count: usize) -> Self {
@@ -98,7 +114,7 @@ impl WindowTable {
 }
 
 /// The option of spatial dimension `s`: the only one, or that of the dimension.
-fn per_dim(list: &[usize], s: usize, default: usize) -> usize {
+pub(super) fn per_dim(list: &[usize], s: usize, default: usize) -> usize {
     match list {
         [] => default,
         [one] => *one,
@@ -147,7 +163,7 @@ impl PoolOptions {
 impl DTensor {
     /// Averages over windows of the last `spatial` dimensions, with all options of PyTorch's `avg_pool1d`, `2d` and `3d`.
     ///
-    /// Spatial dimensions that are sharded are redistributed; [`avg_pool2d`](Self::avg_pool2d) exchanges halos instead.
+    /// If a spatial dimension is sharded, ranks exchange the borders that windows reach over.
     #[doc(alias = "avg_pool3d")]
     #[track_caller]
     pub fn avg_pool(&self, spatial: usize, options: &PoolOptions) -> Result<DTensor> {
@@ -160,19 +176,19 @@ impl DTensor {
                 at.iter().zip(&tables).map(|(&w, t)| t.windows[w].iter().flatten().count() as f64).product()
             }
         };
-        self.window_means(&tables, &divisor)
+        self.window_means("avg_pool", &tables, &divisor)
     }
 
     /// Takes the maximum over windows of the last `spatial` dimensions, and returns its index in the flattened spatial dimensions
     /// (i64), with all options of PyTorch's `max_pool1d`, `2d` and `3d`.
     ///
-    /// Spatial dimensions that are sharded are redistributed; [`max_pool2d`](Self::max_pool2d) exchanges halos instead.
+    /// If a spatial dimension is sharded, ranks exchange the borders that windows reach over.
     #[doc(alias = "max_pool3d")]
     #[doc(alias = "return_indices")]
     #[track_caller]
     pub fn max_pool(&self, spatial: usize, options: &PoolOptions) -> Result<(DTensor, DTensor)> {
         self.check_spatial("max_pool", spatial)?;
-        self.window_maxima(&options.tables("max_pool", self.shape(), spatial)?)
+        self.window_maxima("max_pool", &options.tables("max_pool", self.shape(), spatial)?)
     }
 
     /// Averages over as many windows per dimension as `sizes` says, which cover the last dimensions; `None` keeps a size.
@@ -183,7 +199,7 @@ impl DTensor {
     pub fn adaptive_avg_pool(&self, sizes: &[Option<usize>]) -> Result<DTensor> {
         let tables = self.adaptive_tables("adaptive_avg_pool", sizes)?;
         let divisor = |at: &[usize]| at.iter().zip(&tables).map(|(&w, t)| t.padded[w] as f64).product();
-        self.window_means(&tables, &divisor)
+        self.window_means("adaptive_avg_pool", &tables, &divisor)
     }
 
     /// Takes the maximum over as many windows per dimension as `sizes` says, and returns its index in the flattened spatial
@@ -193,7 +209,7 @@ impl DTensor {
     #[doc(alias = "adaptive_max_pool3d")]
     #[track_caller]
     pub fn adaptive_max_pool(&self, sizes: &[Option<usize>]) -> Result<(DTensor, DTensor)> {
-        self.window_maxima(&self.adaptive_tables("adaptive_max_pool", sizes)?)
+        self.window_maxima("adaptive_max_pool", &self.adaptive_tables("adaptive_max_pool", sizes)?)
     }
 
     /// Takes the maximum over windows whose places `samples` decides, from 0 to 1: `[n, channels, spatial]`, in PyTorch drawn at
@@ -209,6 +225,7 @@ impl DTensor {
         output_size: &[usize],
         samples: &DTensor,
     ) -> Result<(DTensor, DTensor)> {
+        one_mesh("fractional_max_pool", &[self, samples])?;
         let spatial = output_size.len();
         self.check_spatial("fractional_max_pool", spatial)?;
         let lead = self.ndim() - spatial;
@@ -226,9 +243,9 @@ impl DTensor {
             let needed = "windows that fit, and one sample per image, channel and spatial dimension";
             return Err(ErrorKind::Argument.error("windows", found, needed, "correct the sizes"));
         }
-        let numbers = match samples.device_mesh().world().is_dry() {
-            true => vec![0.0; samples.elem_count()],
-            false => samples.detach().full_tensor()?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?,
+        let numbers = match samples.is_readable() {
+            false => vec![0.0; samples.elem_count()],
+            true => samples.detach().full_tensor()?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?,
         };
         let flat = self.reshape(&[vec![planes as isize], signed(&self.shape()[lead..])].concat())?;
         let (mut values, mut indices) = (Vec::new(), Vec::new());
@@ -239,7 +256,7 @@ impl DTensor {
                 WindowTable::fractional(self.shape()[lead + s], output_size[s], per_dim(kernel_size, s, 1), sample)
             };
             let tables: Vec<WindowTable> = (0..spatial).map(table).collect();
-            let (value, index) = flat.narrow(0, plane, 1)?.window_maxima(&tables)?;
+            let (value, index) = flat.narrow(0, plane, 1)?.window_maxima("fractional_max_pool", &tables)?;
             values.push(value);
             indices.push(index);
         }
@@ -308,7 +325,7 @@ impl DTensor {
         };
         let tables = (0..spatial).map(axis).collect::<Result<Vec<_>>>()?;
         let lead = self.ndim() - spatial;
-        let windows = self.gathered_windows(&tables, 0.0)?;
+        let windows = self.gathered_windows("im2col", &tables, EmptyRow::Zero)?;
         // [.., channels, windows, window] to [.., channels * window, windows]
         let count: usize = tables.iter().map(WindowTable::count).product();
         let size: usize = tables.iter().map(WindowTable::width).product();
@@ -316,6 +333,22 @@ impl DTensor {
         let swapped = flat.transpose(-2, -1)?;
         let channels = self.shape()[lead - 1] * size;
         swapped.reshape(&[signed(&self.shape()[..lead - 1]), vec![channels as isize, count as isize]].concat())
+    }
+
+    /// Takes the norm of order `norm_type` over windows of the last `spatial` dimensions: the root of the sum of powers.
+    ///
+    /// Communicates as [`avg_pool`](Self::avg_pool) does. Padding, dilation and divisors of the options do not apply.
+    #[doc(alias = "lp_pool1d")]
+    #[doc(alias = "lp_pool2d")]
+    #[doc(alias = "lp_pool3d")]
+    #[track_caller]
+    pub fn lp_pool(&self, norm_type: f64, spatial: usize, options: &PoolOptions) -> Result<DTensor> {
+        let (kernel_size, stride, ceil_mode) = (&options.kernel_size, options.stride.clone(), options.ceil_mode);
+        let means = PoolOptions { stride, ceil_mode, ..PoolOptions::new(kernel_size) };
+        let means = self.pow_scalar(norm_type)?.avg_pool(spatial, &means)?;
+        let volume: usize = (0..spatial).map(|s| per_dim(kernel_size, s, 1)).product();
+        // As in PyTorch, whose odd orders may have negative sums.
+        means.sign()?.mul(&means.abs()?.relu()?)?.mul_scalar(volume as f64)?.pow_scalar(norm_type.recip())
     }
 
     fn check_spatial(&self, name: &'static str, spatial: usize) -> Result<()> {
@@ -331,19 +364,13 @@ impl DTensor {
         Ok(own.iter().zip(sizes).map(|(&n, size)| WindowTable::adaptive(n, size.unwrap_or(n))).collect())
     }
 
-    /// All windows of the last dimensions: `[.., counts.., window]`, with `fill` for elements outside.
+    /// All windows of the last dimensions: `[.., counts.., window]`.
     #[track_caller]
-    fn gathered_windows(&self, tables: &[WindowTable], fill: f64) -> Result<DTensor> {
+    fn gathered_windows(&self, name: &'static str, tables: &[WindowTable], outside: EmptyRow) -> Result<DTensor> {
         let (spatial, lead) = (tables.len(), self.ndim() - tables.len());
-        let outside = tables.iter().any(|t| t.windows.iter().any(|w| w.len() < t.width() || w.contains(&None)));
         let mut x = self.clone();
-        if outside {
-            // One element after the last of each dimension stands for all that are outside.
-            x = x.pad(&vec![(0, 1); spatial], fill)?;
-        }
         for (s, table) in tables.iter().enumerate() {
-            let index = Tensor::from_vec(table.indices(), (table.count(), table.width()), &Device::Cpu)?;
-            x = x.index_along(lead + 2 * s, &self.constant(&index)?)?;
+            x = x.slice_groups(name, lead + 2 * s, table.width(), table.elements(), outside)?;
         }
         // [.., count, width, count, width, ..] to [.., counts.., widths..]
         let order = (0..lead).chain((0..spatial).map(|s| lead + 2 * s)).chain((0..spatial).map(|s| lead + 2 * s + 1));
@@ -354,21 +381,27 @@ impl DTensor {
     }
 
     #[track_caller]
-    fn window_means(&self, tables: &[WindowTable], divisor: &dyn Fn(&[usize]) -> f64) -> Result<DTensor> {
-        let sums = self.gathered_windows(tables, 0.0)?.sum(&[-1], false)?;
+    fn window_means(
+        &self,
+        name: &'static str,
+        tables: &[WindowTable],
+        divisor: &dyn Fn(&[usize]) -> f64,
+    ) -> Result<DTensor> {
+        let lead = self.ndim() - tables.len();
+        let mut sums = self.to_dtype(sum_type(self.dtype()))?;
+        for (s, table) in tables.iter().enumerate() {
+            sums = sums.slice_sums(name, lead + s, table.sums())?;
+        }
         let counts: Vec<usize> = tables.iter().map(WindowTable::count).collect();
         let divisors: Vec<f64> = positions(&counts).map(|at| divisor(&at)).collect();
-        let divisors = self.constant(&Tensor::from_vec(divisors, counts, &Device::Cpu)?)?;
-        match self.dtype().is_float() {
-            true => sums.div(&divisors.to_dtype(self.dtype())?),
-            false => sums.div_trunc(&divisors.to_dtype(DType::I64)?)?.to_dtype(self.dtype()),
-        }
+        let divisors = self.constant(&Tensor::from_vec(divisors, counts, &Device::Cpu)?)?.to_dtype(sums.dtype())?;
+        let means = if self.dtype().is_float() { sums.div(&divisors)? } else { sums.div_trunc(&divisors)? };
+        means.to_dtype(self.dtype())
     }
 
     #[track_caller]
-    fn window_maxima(&self, tables: &[WindowTable]) -> Result<(DTensor, DTensor)> {
-        let least = if self.dtype().is_float() { f64::NEG_INFINITY } else { i64::MIN as f64 };
-        let windows = self.gathered_windows(tables, least)?;
+    fn window_maxima(&self, name: &'static str, tables: &[WindowTable]) -> Result<(DTensor, DTensor)> {
+        let windows = self.gathered_windows(name, tables, EmptyRow::Lowest)?;
         let counts: Vec<usize> = tables.iter().map(WindowTable::count).collect();
         if windows.shape().last() == Some(&0) || windows.elem_count() == 0 {
             let empty = windows.sum(&[-1], false)?.to_dtype(self.dtype())?;
@@ -444,6 +477,11 @@ pub(super) const OPS: &[OpEntry] = &[
             let (values, indices) = x[0].max_pool(2, &PoolOptions::new(&[2]))?;
             Ok(vec![values.max_unpool(&indices, &x[0].shape()[x[0].ndim() - 2..])?])
         },
+    },
+    OpEntry {
+        name: "lp_pool",
+        samples: plane,
+        apply: |x| Ok(vec![x[0].abs()?.lp_pool(3.0, 2, &PoolOptions::new(&[2]))?]),
     },
     OpEntry { name: "im2col", samples: plane, apply: |x| Ok(vec![x[0].im2col(&[2], &[1], &[1], &[2])?]) },
 ];

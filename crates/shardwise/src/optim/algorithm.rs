@@ -10,7 +10,7 @@ use serde_json::Value as Json;
 
 use super::optimizer::{Optimizer, StateTensor};
 use super::param_step::ParamStep;
-use super::{Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Lion, Muon, NAdam, RmsProp, Sgd};
+use super::{Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Asgd, Lion, Muon, NAdam, RAdam, RmsProp, Sgd};
 use crate::error::{Error, ErrorKind, Result};
 
 /// The list of built-in optimizers, by name.
@@ -27,7 +27,7 @@ macro_rules! built_in {
         }
     };
 }
-built_in!(Sgd, Adagrad, Adam, AdamW, RmsProp, Adadelta, Adamax, NAdam, Lion, Adafactor, Muon);
+built_in!(Sgd, Adagrad, Adam, AdamW, RmsProp, Adadelta, Adamax, NAdam, RAdam, Asgd, Lion, Adafactor, Muon);
 
 /// An [`Optimizer`] of any type, with its hyperparameters (type-erased).
 ///

@@ -3,8 +3,9 @@
 use candle_core::{Device, Tensor};
 
 use crate::autograd::Gradients;
-use crate::comm::World;
+use crate::comm::{Phase, World};
 use crate::error::{ErrorKind, Result};
+use crate::module_scope::in_phase;
 use crate::param::Param;
 use crate::placement::ReduceOp;
 use crate::tensor::DTensor;
@@ -62,11 +63,11 @@ pub fn clip_grad_norm<'a>(
     };
     let (own, others) = gradients.split(&leaves);
     let own = own.in_param_layout()?;
-    let total = total_norm(&own, &world, norm_type)?;
+    let total = in_phase(Phase::Update, || total_norm(&own, &world, norm_type))?;
     // PyTorch's constant, which keeps a zero norm from dividing by zero.
     let factor = max_norm / (total + 1e-6);
     // PyTorch multiplies always, so that a NaN norm makes all gradients NaN; so does this.
-    let own = if factor < 1.0 || factor.is_nan() { own.scale(factor)? } else { own };
+    let own = if factor < 1.0 || factor.is_nan() { in_phase(Phase::Update, || own.scale(factor))? } else { own };
     Ok((own.accumulate(others)?, total))
 }
 
@@ -91,7 +92,9 @@ pub fn clip_grad_value<'a>(
     let leaves: Vec<DTensor> = params.into_iter().map(Param::get).collect();
     let (own, others) = gradients.split(&leaves);
     // Partial sums must be reduced first: clamping does not commute with adding.
-    let clamped = own.in_param_layout()?.map(|gradient| gradient.clamp(Some(-clip_value), Some(clip_value)))?;
+    let own = own.in_param_layout()?;
+    let clamp = |gradient: &DTensor| gradient.clamp(Some(-clip_value), Some(clip_value));
+    let clamped = in_phase(Phase::Update, || own.map(clamp))?;
     clamped.accumulate(others)
 }
 

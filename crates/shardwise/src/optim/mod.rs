@@ -11,9 +11,11 @@ mod adafactor;
 mod adagrad;
 mod adam;
 mod adamax;
+mod asgd;
 mod lion;
 mod muon;
 mod nadam;
+mod radam;
 mod rmsprop;
 mod sgd;
 mod algorithm;
@@ -22,6 +24,8 @@ mod group;
 mod over;
 mod schedule;
 mod state;
+mod full_state;
+mod grad_scaler;
 
 pub use adadelta::Adadelta;
 pub use adafactor::Adafactor;
@@ -29,7 +33,9 @@ pub use adagrad::Adagrad;
 pub use adam::{Adam, AdamW};
 pub use adamax::Adamax;
 pub use algorithm::Algorithm;
+pub use asgd::Asgd;
 pub use clip::{clip_grad_norm, clip_grad_value};
+pub use grad_scaler::GradScaler;
 pub use group::ParamGroup;
 pub use lion::Lion;
 pub use muon::{AdjustLr, Muon};
@@ -37,20 +43,24 @@ pub use nadam::NAdam;
 pub use optimizer::{Optimizer, StateTensor};
 pub use over::OptimizeModule;
 pub use param_step::ParamStep;
+pub use radam::RAdam;
 pub use rmsprop::RmsProp;
 pub use schedule::Schedule;
 pub use sgd::Sgd;
 pub use shardwise_kernels::Elementwise;
 pub use state::{FullState, GroupState, OptimizerState, ParamState};
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::Location;
 
 use candle_core::Tensor;
 
-use crate::autograd::Gradients;
-use crate::comm::DeviceMesh;
+use crate::autograd::{BackwardOptions, Gradients};
+use crate::comm::{DeviceMesh, Phase, SpanKind, begin_span};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
+use crate::module_scope::in_phase;
 use crate::param::Param;
 use crate::tensor::DTensor;
 use working_state::WorkingState;
@@ -99,6 +109,21 @@ struct OptimizedParam {
     state: Option<WorkingState>,
 }
 
+impl OptimizedParam {
+    /// Replaces the parameter, whose value is `leaf`, by that of the next step.
+    fn step(&mut self, leaf: &DTensor, gradient: &DTensor, group: &ParamGroup, lr: f64) -> Result<()> {
+        // A parameter that is a partial sum is reduced.
+        let param = leaf.detach().to_layout(&leaf.layout().reduced())?;
+        let fits = self.state.as_ref().map_or(Ok(false), |state| state.fits(&param, group))?;
+        if !fits {
+            let before = self.state.take().map(|state| state.saved()).transpose()?;
+            self.state = Some(WorkingState::new(&param, group, &before.unwrap_or_default())?);
+        }
+        let state = self.state.as_mut().expect("created above");
+        self.param.set(&state.step(param, gradient, group, lr)?)
+    }
+}
+
 impl ShardedOptimizer {
     /// Creates an optimizer with one group of parameters. All ranks must pass the same parameters in the same order.
     ///
@@ -117,7 +142,7 @@ impl ShardedOptimizer {
     ///
     /// # Errors
     /// [`Error::Invalid`] if a setting is out of range, a parameter or its name is used already, or the optimizer does not
-    /// support its shape. Nothing is added then.
+    /// support its shape or type. Nothing is added then.
     pub fn add_param_group(
         &mut self,
         params: impl IntoIterator<Item = (String, Param)>,
@@ -127,7 +152,8 @@ impl ShardedOptimizer {
         group.check()?;
         let known = self.params.len();
         for (name, param) in params {
-            if let Err(error) = group.algorithm.check_shape(&param.shape()) {
+            let fits = group.algorithm.check_shape(&param.shape()).and_then(|()| check_merged(&group, &param));
+            if let Err(error) = fits.and(group.state_dtype_of(param.dtype()).map(drop)) {
                 self.params.truncate(known);
                 return Err(with_name(error, &name));
             }
@@ -215,22 +241,55 @@ impl ShardedOptimizer {
             ));
         }
         gradients = gradients.in_param_layout()?;
-        for (optimized, leaf) in self.params.iter_mut().zip(&leaves) {
-            let Some(gradient) = gradients.take(leaf) else { continue };
-            let group = &self.groups[optimized.group];
-            // A parameter that is a partial sum is reduced.
-            let param = leaf.detach().to_layout(&leaf.layout().reduced())?;
-            let fits = optimized.state.as_ref().map_or(Ok(false), |state| state.fits(&param, group))?;
-            if !fits {
-                let before = optimized.state.take().map(|state| state.saved()).transpose()?;
-                optimized.state = Some(WorkingState::new(&param, group, &before.unwrap_or_default())?);
-            }
-            let state = optimized.state.as_mut().expect("created above");
-            let new = state.step(param, &gradient, group, self.schedule.lr(self.steps, group.lr))?;
-            optimized.param.set(&new)?;
-        }
+        let site = Location::caller();
+        in_phase(Phase::Update, || {
+            let _span = begin_span(SpanKind::Operator, "optimizer_step", Some(site));
+            self.update(gradients, &leaves)
+        })?;
         self.steps += 1;
         Ok(())
+    }
+
+    /// Updates the parameters by gradients in their layouts.
+    #[track_caller]
+    fn update(&mut self, mut gradients: Gradients, leaves: &[DTensor]) -> Result<()> {
+        for (optimized, leaf) in self.params.iter_mut().zip(leaves) {
+            let Some(gradient) = gradients.take(leaf) else { continue };
+            let group = &self.groups[optimized.group];
+            optimized.step(leaf, &gradient, group, self.schedule.lr(self.steps, group.lr))?;
+        }
+        Ok(())
+    }
+
+    /// Runs the backward pass of a loss and updates every parameter as soon as its gradient is complete, so that no two
+    /// gradients have to be held at one time. Returns the gradients of other leaves.
+    ///
+    /// Collective. Gradients are reduced one by one instead of in buckets. The result is that of [`step`](Self::step).
+    ///
+    /// # Errors
+    /// As [`step`](Self::step) and [`backward`](DTensor::backward). An error in the pass leaves parameters that were updated
+    /// before it.
+    #[doc(alias = "_apply_optimizer_in_backward")]
+    #[track_caller]
+    pub fn step_in_backward(&mut self, loss: &DTensor) -> Result<Gradients> {
+        self.groups.iter().try_for_each(ParamGroup::check)?;
+        let params = RefCell::new(&mut self.params);
+        let update = |gradient: Gradients| {
+            let mut params = params.borrow_mut();
+            // A value is not held beyond its update, so that old and new values of all parameters never exist together.
+            let is_own = |optimized: &OptimizedParam| gradient.contains(&optimized.param.get());
+            let Some(optimized) = params.iter_mut().find(|optimized| is_own(optimized)) else { return Ok(gradient) };
+            let leaf = optimized.param.get();
+            let mut gradient = gradient.in_param_layout()?;
+            let group = &self.groups[optimized.group];
+            let complete = gradient.take(&leaf).expect("its only entry");
+            optimized.step(&leaf, &complete, group, self.schedule.lr(self.steps, group.lr))?;
+            Ok(gradient)
+        };
+        let options = BackwardOptions { on_gradient: Some(&update), ..BackwardOptions::default() };
+        let others = loss.backward_options(options)?;
+        self.steps += 1;
+        Ok(others)
     }
 
     /// Returns the state to save, each tensor sharded like its parameter. Local.
@@ -353,15 +412,15 @@ impl ShardedOptimizer {
                 return bad(format!("{found} in group {i}"), needed.into());
             }
             let algorithm = saved.group.algorithm.with_type_of(&own.group.algorithm)?;
-            let group = ParamGroup { algorithm, ..saved.group.clone() };
+            let group = ParamGroup { algorithm, state_dtype: own.group.state_dtype, ..saved.group.clone() };
             group.check()?;
             groups.push(group);
         }
         let mut keeping = Vec::new();
         for optimized in &self.params {
-            let (algorithm, shape) = (&groups[optimized.group].algorithm, optimized.param.shape());
-            state::check(&optimized.name, &state.params[&optimized.name], algorithm, &shape, shape_of)?;
-            if !algorithm.state(&shape)?.is_empty() {
+            let (algorithm, layout) = (&groups[optimized.group].algorithm, optimized.param.layout());
+            state::check(&optimized.name, &state.params[&optimized.name], algorithm, layout.shape(), shape_of)?;
+            if !algorithm.state(layout.shape())?.is_empty() {
                 keeping.push(optimized);
             }
         }
@@ -388,6 +447,19 @@ impl ShardedOptimizer {
         let groups = self.groups.iter().enumerate();
         groups.map(|(i, group)| GroupState { group: group.clone(), params: of(i).collect() }).collect()
     }
+}
+
+/// Refuses a parameter with merged dimensions for an optimizer that would see another matrix in it than without: one whose state
+/// is not that of single elements.
+fn check_merged(group: &ParamGroup, param: &Param) -> Result<()> {
+    let Some(merged) = param.merged() else { return Ok(()) };
+    let stored = merged.stored().shape();
+    if group.algorithm.state(stored)?.iter().all(|tensor| tensor.shape == stored) {
+        return Ok(());
+    }
+    let found = format!("shape {:?}, stored as {stored:?}, for {}", merged.shape(), group.algorithm.name());
+    let needed = "parameters without merged dimensions, or an elementwise optimizer";
+    Err(ErrorKind::Optimizer.error("parameters", found, needed, "use AdamW for it, in a group of its own"))
 }
 
 /// Adds the name of the parameter that an error is about.

@@ -13,10 +13,13 @@ settings! {
         betas: (f64, f64) = (0.9, 0.999),
         /// Added to the denominator for numerical stability.
         eps: f64 = 1e-8,
-        /// L2 penalty: this multiple of the parameter is added to its gradient.
+        /// L2 penalty, or decoupled weight decay.
         weight_decay: f64 = 0.0,
         /// Decay of the momentum schedule.
         momentum_decay: f64 = 4e-3,
+        /// Whether the parameter is multiplied by `1 - lr * weight_decay`, instead of a penalty in the gradient.
+        #[serde(default)]
+        decoupled_weight_decay: bool = false,
     }
 }
 
@@ -54,8 +57,15 @@ impl Optimizer for NAdam {
         let product = step.number(MU_PRODUCT)? * self.momentum(t);
         step.set_number(MU_PRODUCT, product)?;
         let next = self.momentum(t + 1);
+        let (penalty, shrink) = match self.decoupled_weight_decay {
+            true => (0.0, 1.0 - lr * self.weight_decay),
+            false => (self.weight_decay, 1.0),
+        };
         let rule = NAdamRule {
-            settings: *self,
+            betas: self.betas,
+            eps: self.eps,
+            penalty,
+            shrink,
             gradient_lr: lr * (1.0 - self.momentum(t)) / (1.0 - product),
             moment_lr: lr * next / (1.0 - product * next),
             correction: 1.0 / (1.0 - self.betas.1.powf(t as f64)).sqrt(),
@@ -66,7 +76,12 @@ impl Optimizer for NAdam {
 
 #[derive(Clone, Copy)]
 struct NAdamRule {
-    settings: NAdam,
+    betas: (f64, f64),
+    eps: f64,
+    /// L2 penalty.
+    penalty: f64,
+    /// Factor of the parameter (decoupled weight decay).
+    shrink: f64,
     /// Learning rates of the gradient and of the first moment.
     gradient_lr: f64,
     moment_lr: f64,
@@ -77,8 +92,8 @@ struct NAdamRule {
 impl Elementwise<2> for NAdamRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [m, v]: [f64; 2]) -> (f64, [f64; 2]) {
-        let NAdam { betas, eps, weight_decay, .. } = self.settings;
-        let g = g + weight_decay * p;
+        let NAdamRule { betas, eps, .. } = self;
+        let (p, g) = (p * self.shrink, g + self.penalty * p);
         let m = betas.0 * m + (1.0 - betas.0) * g;
         let v = betas.1 * v + (1.0 - betas.1) * (g * g);
         (p - (self.gradient_lr * g + self.moment_lr * m) / (v.sqrt() * self.correction + eps), [m, v])

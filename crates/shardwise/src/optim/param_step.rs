@@ -9,7 +9,8 @@ use shardwise_kernels::{Elementwise, StateElement, elementwise_update};
 
 /// One step of one parameter: what [`Optimizer::step`](super::Optimizer::step) reads and writes.
 ///
-/// Tensors are read as [`DTensor`]s in the layout of the parameter, in f32 (f64 for a parameter of f64).
+/// Tensors are read as [`DTensor`]s in the layout of the parameter and the type of the state: f32, f64 for a parameter
+/// of f64, or the group's [`state_dtype`](super::ParamGroup::state_dtype).
 pub struct ParamStep<'a> {
     state: &'a mut WorkingState,
     value: DTensor,
@@ -119,7 +120,7 @@ impl<'a> ParamStep<'a> {
     /// Updates parameter and state element by element, in one pass over the memory of the local shards. Local.
     ///
     /// `state` names tensors of the shape of the parameter, in the order in which the rule takes their elements. The
-    /// arithmetic is f64 (of some rules partly f32), rounded once when the results are stored: it does not depend on the layout.
+    /// arithmetic is f64 (of some rules partly f32 if the state is), rounded once when the results are stored: it does not depend on the layout.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the optimizer does not list one of the tensors, or with another shape.

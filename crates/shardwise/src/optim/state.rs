@@ -11,7 +11,7 @@ use super::optimizer::StateTensor;
 use super::param_step::ParamStep;
 use super::schedule::Schedule;
 use super::working_state::{MASTER, STEP, StateEntry, StateValues, WorkingState, placed, vector};
-use crate::comm::DeviceMesh;
+use crate::comm::{DeviceMesh, MemoryKind};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
@@ -106,7 +106,7 @@ impl WorkingState {
     #[track_caller]
     pub(super) fn new(param: &DTensor, group: &ParamGroup, saved: &ParamState<DTensor>) -> Result<Self> {
         let (mesh, layout) = (param.device_mesh().clone(), param.layout().reduced());
-        let (tensors, dtype) = (tensors_of(param, group)?, dtype_of(param));
+        let (tensors, dtype) = (tensors_of(param, group)?, group.state_dtype_of(param.dtype())?);
         let mut entries = Vec::new();
         // In the same order on all ranks, because redistributing is collective.
         let mut parts = Vec::new();
@@ -123,7 +123,7 @@ impl WorkingState {
             parts.push((part.map(|part| part.local().clone()), tensor.initial, meta));
             entries.push(StateEntry { name: tensor.name, layout: to });
         }
-        let charge = mesh.world().memory().charge(charge);
+        let charge = mesh.world().memory().charge(charge, MemoryKind::OptimizerState);
         let values = match dtype {
             _ if mesh.world().is_dry() => StateValues::Dry(dtype),
             DType::F64 => {
@@ -154,7 +154,7 @@ impl WorkingState {
         };
         Ok(self.layout == param.layout().reduced()
             && self.mesh.is_same(param.device_mesh())
-            && self.dtype() == dtype_of(param)
+            && self.dtype() == group.state_dtype_of(param.dtype())?
             && self.entries.len() == tensors.len()
             && self.entries.iter().zip(&tensors).all(is_same)
             && self.numbers.iter().map(|(name, _)| name).eq(numbers.iter().map(|(name, _)| name)))
@@ -191,7 +191,7 @@ impl WorkingState {
 
 /// The state of a parameter before its first step.
 pub(super) fn initial(param: &DTensor, group: &ParamGroup) -> Result<ParamState> {
-    let (mesh, dtype) = (param.device_mesh(), dtype_of(param));
+    let (mesh, dtype) = (param.device_mesh(), group.state_dtype_of(param.dtype())?);
     let mut saved = ParamState::default();
     for tensor in tensors_of(param, group)? {
         let layout = layout_of(&tensor, &param.layout().reduced())?;
@@ -246,11 +246,6 @@ fn layout_of(tensor: &StateTensor, param: &Layout) -> Result<Layout> {
     let orders = param.shard_orders().into_iter().enumerate();
     let orders: Vec<Vec<usize>> = orders.map(|(dim, axes)| if is_kept(dim) { axes } else { Vec::new() }).collect();
     Layout::from_shard_orders(mesh, shape, &placements, &orders)
-}
-
-/// The element type of the state of a parameter.
-fn dtype_of(param: &DTensor) -> DType {
-    if param.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// Checks that saved tensors and numbers are those of an optimizer for a parameter of a shape.

@@ -8,7 +8,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::tensor::DTensor;
 use shardwise_kernels::{contiguous, placeholder, reserve};
 
-/// State tensor with the master weights: the f32 copy of a half-precision parameter.
+/// State tensor with the master weights: the copy of a half-precision parameter in the type of the state.
 pub(super) const MASTER: &str = "master_param";
 /// State number that counts the steps of a parameter.
 pub(super) const STEP: &str = "step";

@@ -320,18 +320,21 @@ impl fmt::Display for Placement {
 impl FromStr for Placement {
     type Err = Error;
 
-    /// Parses `R`, `S(0)`, `S(0;3,1,2)` (ragged), `SS(0,2)` (strided), `BC(0,4)` (block-cyclic), `P(sum)` or `P` (sum).
+    /// Parses `R`, `S(0)`, `S(0;3,1,2)` (ragged), `SS(0,2)` (strided), `BC(0,4)` (block-cyclic), `P(sum)` or `P` (sum); and
+    /// PyTorch's `Replicate()`, `Shard(0)` or `Shard(dim=0)`, and `Partial()` or `Partial(sum)`.
     fn from_str(text: &str) -> Result<Self> {
         let trimmed = text.trim();
         match trimmed {
-            "R" => return Ok(Placement::Replicate),
-            "P" => return Ok(Placement::Partial(ReduceOp::Sum)),
+            "R" | "Replicate" | "Replicate()" => return Ok(Placement::Replicate),
+            "P" | "Partial" | "Partial()" => return Ok(Placement::Partial(ReduceOp::Sum)),
             _ => {}
         }
         let parts = trimmed.strip_suffix(')').and_then(|t| t.split_once('('));
-        if let Some(("P", op)) = parts {
-            return Ok(op.parse().map(Placement::Partial)?);
-        }
+        let parts = match parts {
+            Some(("P" | "Partial", op)) => return Ok(op.parse().map(Placement::Partial)?),
+            Some(("Shard", dim)) => Some(("S", dim.trim_start_matches("dim="))),
+            other => other,
+        };
         parts.and_then(|(head, arguments)| parse_kind(head, arguments)).ok_or_else(|| {
             ErrorKind::Layout.error("placement", format!("`{text}`"), FORMS.join(", "), "write for example `S(0)`")
         })
@@ -353,6 +356,19 @@ impl<'de> Deserialize<'de> for Placement {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_names_of_pytorch_are_read() {
+        for (text, expected) in [
+            ("Replicate()", Placement::Replicate),
+            ("Shard(1)", Placement::Shard(1)),
+            ("Shard(dim=-1)", Placement::Shard(-1)),
+            ("Partial()", Placement::Partial(ReduceOp::Sum)),
+            ("Partial(max)", Placement::Partial(ReduceOp::Max)),
+        ] {
+            assert_eq!(text.parse::<Placement>().unwrap(), expected);
+        }
+    }
 
     #[test]
     fn text_and_serde_round_trip() {

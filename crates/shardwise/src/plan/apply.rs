@@ -12,7 +12,7 @@ use super::sharding_plan::{EntryKind, ParamPlan, PositionalEntry, ShardingPlan, 
 use super::target_placements::TargetPlacements;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, nearest};
-use crate::layout::Layout;
+use crate::layout::{Layout, MergedShape};
 use crate::nn::{Buffer, Builder, Heads, Hooks, Layer, Module, ModuleItem, PlanHints};
 use crate::param::Param;
 use crate::tensor::DTensor;
@@ -80,6 +80,17 @@ pub fn shard_module(module: &dyn Module, mesh: &DeviceMesh, plan: &ShardingPlan)
     Ok(())
 }
 
+impl ShardingPlan {
+    /// Merges the dimensions of parameters that the plan merges, and redistributes these parameters. Collective.
+    pub(crate) fn merge_parameters(&self, module: &dyn Module) -> Result<()> {
+        let inventory = ModuleInventory::new(module);
+        let merged = inventory.tensors.iter().filter(|(path, _)| self.merged_dims(path).is_some());
+        // Quantized blocks are computed with as they are.
+        let mut merged = merged.filter(|(_, tensor)| tensor.get().dtype().is_float());
+        merged.try_for_each(|(path, tensor)| tensor.redistribute(&tensor.layout_by(self, path)?))
+    }
+}
+
 /// A hook that redistributes a tensor.
 fn redistribute_to(target: TargetPlacements) -> impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static {
     move |x| x.to_layout(&target.layout(x.layout())?)
@@ -139,7 +150,20 @@ impl ParamOrBuffer {
         }
     }
 
+    /// The layout that a plan gives it.
+    pub(super) fn layout_by(&self, plan: &ShardingPlan, path: &str) -> Result<Layout> {
+        match self {
+            ParamOrBuffer::Param(param) if param.merged().is_some() => plan.stored_layout_of(path, &param.layout()),
+            _ => plan.layout_of(path, self.get().layout()),
+        }
+    }
+
     fn redistribute(&self, layout: &Layout) -> Result<()> {
+        if let ParamOrBuffer::Param(param) = self
+            && let Some(merged) = MergedShape::between(&param.shape(), layout.shape())
+        {
+            param.merge_dims(merged.dims())?;
+        }
         let moved = self.get().to_layout(layout)?;
         match self {
             // A parameter that is in the layout already keeps its leaf, so that gradients of earlier passes still find it.
@@ -192,7 +216,7 @@ impl ModuleInventory {
             ModuleItem::Hooks(hooks) => drop(inventory.hooks.insert(parent(path).0.to_string(), hooks.clone())),
             ModuleItem::Heads(heads) => drop(inventory.heads.insert(parent(path).0.to_string(), heads)),
             ModuleItem::Hints(hints) => drop(inventory.hints.insert(parent(path).0.to_string(), hints.clone())),
-            ModuleItem::TrainingMode(_) => {}
+            ModuleItem::TrainingMode(_) | ModuleItem::ExtraState(_) => {}
         });
         inventory
     }
@@ -225,7 +249,15 @@ impl ModuleInventory {
         plan.check_patterns()?;
         let mut moves: Vec<(&str, ParamOrBuffer, Layout)> = Vec::new();
         for (path, tensor) in &self.tensors {
-            let Some(ParamPlan::Placements(_)) = plan.param_plan(path)? else { continue };
+            let merged = plan.merged_dims(path);
+            let placed = matches!(plan.param_plan(path)?, Some(ParamPlan::Placements(_)));
+            if !placed && merged.is_none() {
+                continue;
+            }
+            if merged.is_some() && matches!(tensor, ParamOrBuffer::Buffer(_)) {
+                let (found, fix) = (format!("buffer `{path}`"), "make the pattern narrower");
+                return Err(ErrorKind::Plan.error("merged dimensions", found, "parameters only", fix));
+            }
             let now = tensor.get();
             if now.device_mesh() != mesh {
                 let found = format!("`{path}` on mesh {}", now.device_mesh().mesh());
@@ -237,7 +269,7 @@ impl ModuleInventory {
                     "build the module on the mesh of the plan",
                 ));
             }
-            let layout = plan.layout_of(path, now.layout())?;
+            let layout = tensor.layout_by(plan, path)?;
             if let Some((other, _, before)) = moves.iter().find(|(_, s, l)| s.is_same(tensor) && *l != layout) {
                 let found = format!("`{other}` as {before} and `{path}` as {layout}, which are one parameter");
                 return Err(ErrorKind::Plan.error("sharding plan", found, "one layout for both", "give both the same"));
@@ -255,6 +287,7 @@ impl ModuleInventory {
             };
             check_match(pattern, what, names)?;
         }
+        plan.merged.iter().try_for_each(|(pattern, _)| check_match(pattern, "parameter", &tensors))?;
         let placed = |entry: &ParamPlan| matches!(entry, ParamPlan::Placements(_)) && !entry.is_empty();
         plan.check_effective(EntryKind::Param, &plan.params, "parameter", &tensors, placed)?;
         let replaced = |entry: &ParamPlan| matches!(entry, ParamPlan::Sharder(_));
@@ -389,7 +422,7 @@ impl ShardingPlan {
             inventory.redistributions(self, tensor.get().device_mesh())?;
         }
         let row = |(path, tensor): &(String, ParamOrBuffer)| {
-            let layout = self.layout_of(path, tensor.get().layout())?;
+            let layout = tensor.layout_by(self, path)?;
             let local = layout.local_shape(layout.mesh().ranks()[0]);
             Ok(PlanRow { path: path.clone(), layout, local })
         };

@@ -1,9 +1,9 @@
 //! Time and memory of a step under a plan, found by a dry run.
 
 use super::sharding_plan::ShardingPlan;
-use crate::comm::{CommRecord, DeviceMesh, DryWorld};
+use super::step_report::time_of;
+use crate::comm::{DeviceMesh, DryWorld};
 use crate::error::Result;
-use crate::redistribute::collective_us;
 
 /// Estimated time and memory of one training step on the busiest rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,14 +41,4 @@ where
         peak_bytes: ran.peak_bytes,
         collectives: ran.records.len(),
     })
-}
-
-/// The time of one collective, by the slowest link between ranks of its group.
-fn time_of(record: &CommRecord, mesh: &DeviceMesh) -> f64 {
-    let coordinates: Vec<Vec<usize>> = record.group.iter().filter_map(|&rank| mesh.coordinate(rank)).collect();
-    let differ = |&axis: &usize| coordinates.windows(2).any(|pair| pair[0][axis] != pair[1][axis]);
-    let axes: Vec<usize> = (0..mesh.ndim()).filter(differ).collect();
-    // A ring all-reduce is a reduce-scatter and an all-gather.
-    let phases = if record.call == "all_reduce" { 2 } else { 1 };
-    collective_us(phases, record.group.len(), record.bytes, mesh.links().slowest(&axes))
 }

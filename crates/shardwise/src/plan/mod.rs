@@ -35,6 +35,7 @@ mod planner;
 mod search_space;
 mod sharder;
 mod sharding_plan;
+mod step_report;
 mod styles;
 mod target_placements;
 mod transformer;
@@ -47,6 +48,8 @@ pub use local::collect_local_shard;
 pub use planner::{CombinedPlanner, DataParallel, FullyShard, ShardingPlanner, fully_shard, replicate};
 pub use sharder::{ModuleView, Sharder, VocabularyParallel};
 pub use sharding_plan::{ParamPlan, ShardingPlan};
+pub use step_report::{AxisTraffic, MovedTensor, PhaseEstimate, PlacedParameter, StepCall, StepPlace, StepReport};
+pub(crate) use step_report::{thinned, traffic_of};
 pub use styles::{
     ColwiseParallel, ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
     SequenceParallel, parallelize_module,

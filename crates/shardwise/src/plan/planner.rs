@@ -80,7 +80,7 @@ impl ShardingPlanner for DataParallel {
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
         let replicated: Vec<(String, Placement)> =
             self.axes.iter().map(|a| (a.clone(), Placement::Replicate)).collect();
-        each_param(plan, module, mesh, |_| Ok(replicated.clone()))
+        each_param(plan, module, mesh, |_, _| Ok(replicated.clone()))
     }
 }
 
@@ -96,17 +96,53 @@ impl ShardingPlanner for DataParallel {
 pub struct FullyShard {
     axes: Vec<String>,
     dim: Option<usize>,
+    merged: Vec<(String, usize)>,
 }
 
 impl FullyShard {
     /// Shards parameters over these mesh axes: on the longest dimension that divides evenly, else on the longest.
     pub fn new<S: AsRef<str>>(axes: impl IntoIterator<Item = S>) -> Self {
-        FullyShard { axes: names(axes), dim: None }
+        FullyShard { axes: names(axes), dim: None, merged: Vec::new() }
     }
 
     /// Shards on this dimension, or on the last one of parameters that have fewer dimensions.
     pub fn on_dim(mut self, dim: usize) -> Self {
         self.dim = Some(dim);
+        self
+    }
+
+    /// Shards the parameters that match a pattern over their first `dims` dimensions together, such as the 15 rows of experts
+    /// `[3, 5, 8]` as 4, 4, 4 and 3 rows on 4 ranks, where no dimension of theirs could be divided evenly.
+    ///
+    /// Modules see the parameter in its own shape, gathered where shards cross the borders of the first dimension, and so do
+    /// checkpoints. See [`Param::merge_dims`](crate::Param::merge_dims).
+    ///
+    /// ```
+    /// use shardwise::nn::init::Init;
+    /// use shardwise::plan::{FullyShard, ShardingPlanner, shard_module};
+    /// use shardwise::prelude::*;
+    ///
+    /// #[derive(Module)]
+    /// struct Experts {
+    ///     weight: Param,
+    /// }
+    ///
+    /// launch(4, |world| {
+    ///     let mesh = world.mesh([("dp", 4)])?;
+    ///     let weight = Builder::new(&mesh).param("weight", &[3, 5, 8], Init::Normal(0.0, 1.0))?;
+    ///     let experts = Experts { weight };
+    ///     let plan = FullyShard::new(["dp"]).shard_merged("weight", 2).plan(&experts, &mesh)?;
+    ///     shard_module(&experts, &mesh, &plan)?;
+    ///     assert_eq!(experts.weight.get().to_local().dims()[0], [4, 4, 4, 3][world.rank()]);
+    ///     assert_eq!(experts.weight.forward_value()?.shape(), [3, 5, 8]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "BlockShard")]
+    #[doc(alias = "shard_placement_fn")]
+    pub fn shard_merged(mut self, pattern: &str, dims: usize) -> Self {
+        self.merged.push((pattern.to_string(), dims));
         self
     }
 
@@ -129,7 +165,11 @@ impl FullyShard {
 
 impl ShardingPlanner for FullyShard {
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
-        each_param(plan, module, mesh, |layout| self.placements_for(layout))
+        let plan = self.merged.iter().fold(plan, |plan, (pattern, dims)| plan.merge_dims(pattern, *dims));
+        each_param(plan, module, mesh, |layout, is_merged| match is_merged {
+            true => Ok(self.axes.iter().map(|axis| (axis.clone(), Placement::Shard(0))).collect()),
+            false => self.placements_for(layout),
+        })
     }
 }
 
@@ -137,20 +177,21 @@ pub(super) fn names<S: AsRef<str>>(axes: impl IntoIterator<Item = S>) -> Vec<Str
     axes.into_iter().map(|axis| axis.as_ref().to_string()).collect()
 }
 
-/// Adds placements to every parameter, chosen by the layout that the plan gives it so far. Parameters of modules that the
+/// Adds placements to every parameter, chosen by the layout that the plan gives it so far and whether its dimensions are merged. Parameters of modules that the
 /// plan replaces are skipped.
 fn each_param(
     mut plan: ShardingPlan,
     module: &dyn Module,
     mesh: &DeviceMesh,
-    more: impl Fn(&Layout) -> Result<Vec<(String, Placement)>>,
+    more: impl Fn(&Layout, bool) -> Result<Vec<(String, Placement)>>,
 ) -> Result<ShardingPlan> {
     let inventory = ModuleInventory::new(module);
     for (path, tensor) in &inventory.tensors {
         if let ParamOrBuffer::Param(param) = tensor
             && !is_replaced(&plan, &inventory, path)?
         {
-            let more = more(&plan.layout_of(path, &param.layout())?)?;
+            let is_merged = plan.merged_dims(path).is_some() || param.merged().is_some();
+            let more = more(&tensor.layout_by(&plan, path)?, is_merged)?;
             plan = plan.add_placements(path, mesh.mesh(), &more)?;
         }
     }

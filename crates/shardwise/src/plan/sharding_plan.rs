@@ -10,7 +10,7 @@ use super::sharder::Sharder;
 use super::target_placements::TargetPlacements;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::Layout;
+use crate::layout::{Layout, MergedShape};
 use crate::mesh::Mesh;
 use crate::nn::Builder;
 use crate::placement::Placement;
@@ -102,6 +102,9 @@ pub struct ShardingPlan {
     /// Patterns whose placements went into entries for single parameters, by [`add_placements`](Self::add_placements).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) absorbed: Vec<String>,
+    /// Parameters that are stored with their leading dimensions merged, and how many.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) merged: Vec<(String, usize)>,
     /// Inputs and outputs of modules that have several.
     #[serde(default, rename = "numbered", skip_serializing_if = "Vec::is_empty")]
     pub(super) positional: Vec<PositionalEntry>,
@@ -258,6 +261,25 @@ impl ShardingPlan {
         self
     }
 
+    /// Stores the parameters that match a pattern with their first `dims` dimensions merged into one
+    /// ([`Param::merge_dims`](crate::Param::merge_dims)). Placements of the plan are those of the merged parameter: `Shard(0)` shards
+    /// all rows of `[experts, rows, columns]` evenly, across the borders of experts.
+    pub fn merge_dims(mut self, pattern: &str, dims: usize) -> Self {
+        self.merged.retain(|(key, _)| key != pattern);
+        self.merged.push((pattern.to_string(), dims));
+        self
+    }
+
+    /// The same plan without merged dimensions.
+    pub(crate) fn without_merged(&self) -> Self {
+        ShardingPlan { merged: Vec::new(), ..self.clone() }
+    }
+
+    /// How many leading dimensions of the parameter at a path are merged; the last pattern that matches counts.
+    pub(super) fn merged_dims(&self, path: &str) -> Option<usize> {
+        self.merged.iter().rev().find(|(pattern, _)| matches(pattern, path)).map(|(_, dims)| *dims)
+    }
+
     /// Adds a placement over one axis to the entry for one input.
     pub(super) fn input_along(mut self, path: &str, axis: &str, placement: &Placement) -> Self {
         add_along(&mut self.inputs, path, axis, placement);
@@ -357,7 +379,8 @@ impl ShardingPlan {
         let keys = self.params.iter().map(|(key, _)| key);
         let hooked = self.inputs.iter().chain(&self.outputs).map(|(key, _)| key);
         let positional = self.positional.iter().map(|entry| &entry.pattern);
-        keys.chain(hooked).chain(&self.locals).chain(positional).try_for_each(|key| check(key))
+        let merged = self.merged.iter().map(|(key, _)| key);
+        keys.chain(hooked).chain(&self.locals).chain(positional).chain(merged).try_for_each(|key| check(key))
     }
 
     /// Checks that every entry that matches some of these paths takes effect for one of them.
@@ -396,8 +419,16 @@ impl ShardingPlan {
         Ok(())
     }
 
-    /// Returns the layout that the plan gives a parameter whose layout is `now`.
+    /// Returns the layout that the plan gives a parameter whose layout is `now`; that of the merged parameter if the plan merges
+    /// dimensions.
     pub fn layout_of(&self, path: &str, now: &Layout) -> Result<Layout> {
+        let Some(dims) = self.merged_dims(path) else { return self.stored_layout_of(path, now) };
+        let merged = MergedShape::new(now.shape(), dims).and_then(|merged| merged.stored_layout(now));
+        self.stored_layout_of(path, &merged.map_err(|e| with_path(e, path))?)
+    }
+
+    /// The layout that the plan gives a parameter whose dimensions are merged already if the plan merges them.
+    pub(super) fn stored_layout_of(&self, path: &str, now: &Layout) -> Result<Layout> {
         match self.param_plan(path)? {
             Some(ParamPlan::Placements(places)) => places.layout(now).map_err(|e| with_path(e, path)),
             _ => Ok(now.clone()),
@@ -452,6 +483,9 @@ impl fmt::Display for ShardingPlan {
         for PositionalEntry { kind, index, pattern, target } in &self.positional {
             let what = format!("{kind:?} {index}").to_lowercase();
             writeln!(f, "{what:<10}  {:<28}  {target}", format!("`{pattern}`"))?;
+        }
+        for (pattern, dims) in &self.merged {
+            writeln!(f, "{:<10}  {:<28}  first {dims} dimensions as one", "merged", format!("`{pattern}`"))?;
         }
         for (kind, pattern) in &self.replacing {
             let what = format!("{kind:?}").to_lowercase();

@@ -59,24 +59,25 @@ pub fn parallelize_module(module: &dyn Module, mesh: &DeviceMesh, styles: &[(&st
 /// Shards a layer by columns, its output features: dimension 0 of the weight and the bias of
 /// [`Linear`](crate::nn::Linear) and convolutions, dimension 1 of the table of [`Embedding`](crate::nn::Embedding).
 ///
-/// By default the input is replicated over the axis and the output is sharded on its features.
+/// The input is replicated over the axis, from whatever layout it has: an input that is sharded on the batch or the sequence takes
+/// one all-gather, and its gradient one reduce-scatter. By default the output is sharded on its features.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ColwiseParallel {
     axis: String,
-    input: Placement,
     output: Option<Placement>,
 }
 
 impl ColwiseParallel {
     /// Over a mesh axis.
     pub fn new(axis: &str) -> Self {
-        ColwiseParallel { axis: axis.to_string(), input: Placement::Replicate, output: None }
+        ColwiseParallel { axis: axis.to_string(), output: None }
     }
 
-    /// Sets the placement over the axis to which the input is redistributed.
+    /// States the placement in which the input arrives, as PyTorch's `input_layouts` does for plain tensors.
+    ///
+    /// For programs that are ported: a distributed tensor knows its layout, so this changes nothing.
     #[doc(alias = "input_layouts")]
-    pub fn input(mut self, placement: Placement) -> Self {
-        self.input = placement;
+    pub fn input(self, _placement: Placement) -> Self {
         self
     }
 
@@ -99,32 +100,31 @@ impl ParallelStyle for ColwiseParallel {
         let plan = param(plan, module, "weight", &self.axis, &Placement::Shard(weight));
         let plan = param(plan, module, "bias", &self.axis, &Placement::Shard(0));
         let output = self.output.clone().unwrap_or(Placement::Shard(features));
-        Ok(plan.input_along(module.path(), &self.axis, &self.input).output_along(module.path(), &self.axis, &output))
+        let plan = plan.input_along(module.path(), &self.axis, &Placement::Replicate);
+        Ok(plan.output_along(module.path(), &self.axis, &output))
     }
 }
 
 /// Shards a layer by rows, its input features: dimension 1 of the weight of [`Linear`](crate::nn::Linear) and convolutions,
 /// with a replicated bias; dimension 0, the vocabulary, of the table of [`Embedding`](crate::nn::Embedding).
 ///
-/// By default the input is sharded on its features (ids of an embedding are replicated), and the output is reduced and
-/// replicated over the axis.
+/// The input is sharded on its features (ids of an embedding are replicated), from whatever layout it has. By default the output is
+/// reduced and replicated over the axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowwiseParallel {
     axis: String,
-    input: Option<Placement>,
     output: Placement,
 }
 
 impl RowwiseParallel {
     /// Over a mesh axis.
     pub fn new(axis: &str) -> Self {
-        RowwiseParallel { axis: axis.to_string(), input: None, output: Placement::Replicate }
+        RowwiseParallel { axis: axis.to_string(), output: Placement::Replicate }
     }
 
-    /// Sets the placement over the axis to which the input is redistributed.
+    /// States the placement in which the input arrives; see [`ColwiseParallel::input`].
     #[doc(alias = "input_layouts")]
-    pub fn input(mut self, placement: Placement) -> Self {
-        self.input = Some(placement);
+    pub fn input(self, _placement: Placement) -> Self {
         self
     }
 
@@ -146,7 +146,6 @@ impl ParallelStyle for RowwiseParallel {
         };
         let plan = param(plan, module, "weight", &self.axis, &Placement::Shard(weight));
         let plan = param(plan, module, "bias", &self.axis, &Placement::Replicate);
-        let input = self.input.clone().unwrap_or(input);
         Ok(plan.input_along(module.path(), &self.axis, &input).output_along(module.path(), &self.axis, &self.output))
     }
 }

@@ -9,9 +9,10 @@ use super::exchange::BoxExchange;
 use super::plan::RedistributeStep;
 use super::planner;
 use super::step::RedistributeStepKind;
-use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, RankSizes, record_operator};
+use crate::comm::{Call, DeviceMesh, Group, MemoryKind, MeshIdentity, RankSizes, SpanKind, begin_span, name_operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
+use crate::module_scope::current_reason;
 use crate::placement::{ReduceOp, is_idempotent};
 use crate::rank_context::rank_context;
 use shardwise_kernels::{concat, contiguous, placeholder};
@@ -29,14 +30,20 @@ pub(crate) fn redistribute(
         return Ok(local.clone());
     }
     let prepared = prepared(mesh, from, to, local.dtype())?;
-    record_operator("redistribute", || {
+    let span = begin_span(SpanKind::Redistribution, "redistribute", Some(site));
+    span.fill(|span| {
+        (span.inputs, span.outputs) = (vec![from.clone()], vec![to.clone()]);
+        span.dtype = Some(local.dtype());
+        span.reason = current_reason();
+    });
+    name_operator("redistribute", || {
         let mut local = local.clone();
         // Intermediate results count as memory; the last one is counted by the tensor that holds it.
         let mut held = None;
         for (i, step) in prepared.iter().enumerate() {
             local = step.run(mesh, &local, site)?;
             let bytes = local.elem_count() * local.dtype().size_in_bytes();
-            held = (i + 1 < prepared.len()).then(|| mesh.world().memory().charge(bytes));
+            held = (i + 1 < prepared.len()).then(|| mesh.world().memory().charge(bytes, MemoryKind::Buffers));
         }
         drop(held);
         Ok(local)

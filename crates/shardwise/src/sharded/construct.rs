@@ -13,7 +13,7 @@ use crate::comm::{DeviceMesh, agree, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::tensor::check_metas;
-use shardwise_kernels::{check_dtype, check_supported, filled, own_copy, placeholder};
+use shardwise_kernels::{check_arithmetic, check_supported, filled, own_copy, placeholder};
 
 /// Checks that every shard fits into memory. Each rank looks at the shards of all, so all get the same error.
 fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {
@@ -79,7 +79,7 @@ impl ShardedTensor {
         meta: &TensorMeta,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensorMetadata> {
-        check_dtype(meta.dtype)?;
+        check_arithmetic(meta.dtype)?;
         let metadata = spec.build_metadata(&meta.shape, meta.dtype)?;
         check_ranks(&metadata, mesh)?;
         check_shards(&metadata, mesh.world().is_dry())?;
@@ -137,27 +137,40 @@ impl ShardedTensor {
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
         let (site, size) = (Location::caller(), shape.into().into_dims());
-        let group = mesh.whole_group()?;
-        // An error of one rank is sent in place of its metadata, so that all ranks return it.
-        let mine = local_metadata(shards, &size, mesh);
-        let text = match &mine {
-            Ok(metadata) => serde_json::to_string(metadata).map_err(Error::other)?,
-            Err(error) => format!("!{error}"),
-        };
-        let mut ranks = Vec::new();
-        for (position, text) in gather_texts(&group, &text, site)?.iter().enumerate() {
-            if let Some(error) = text.strip_prefix('!') {
-                let rank = group.ranks()[position];
-                let found = format!("invalid shards on rank {rank} ({error})");
-                return Err(ErrorKind::Disagreement.error(
-                    "sharded tensor",
-                    found,
-                    "valid shards on every rank",
-                    "correct that rank",
-                ));
+        let ranks = gather_metadata(&local_metadata(shards, &size, mesh), mesh, site)?;
+        let metadata = ShardedTensorMetadata::merge(&ranks)?;
+        let spec = AnyShardingSpec::infer(&metadata.shards)?;
+        Ok(Self::from_parts(mesh, metadata, spec, shards.iter().map(|s| s.tensor.clone()).collect()))
+    }
+
+    /// Creates a tensor from the local shards of each rank, stacked along dimension 0 in the order of ranks. Its size follows
+    /// from theirs; the offsets of the shards are replaced.
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates the metadata of the shards, not their elements.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], the same on every rank, unless the shards have one type and the same sizes after dimension 0.
+    #[doc(alias = "global_size=None")]
+    #[track_caller]
+    pub fn init_from_stacked_shards(shards: &[TensorShard], mesh: &DeviceMesh) -> Result<ShardedTensor> {
+        let site = Location::caller();
+        let mut ranks = gather_metadata(&local_metadata(shards, &[], mesh), mesh, site)?;
+        let mut rows = 0;
+        let mut inner: Option<Vec<usize>> = None;
+        for shard in ranks.iter_mut().flatten().flat_map(|rank| rank.shards.iter_mut()) {
+            let Some((first, rest)) = shard.sizes.split_first() else {
+                return Err(ErrorKind::Argument.error("shards", "a shard of 0 dimensions", "rows", "add a dimension"));
+            };
+            let expected = inner.get_or_insert_with(|| rest.to_vec());
+            if expected.as_slice() != rest {
+                let found = format!("rows of {expected:?} and of {rest:?}");
+                return Err(ErrorKind::Disagreement.error("shards", found, "rows of one shape", "pass equal rows"));
             }
-            ranks.push(serde_json::from_str::<Option<ShardedTensorMetadata>>(text).map_err(Error::other)?);
+            shard.offsets = std::iter::once(rows).chain(rest.iter().map(|_| 0)).collect();
+            rows += first;
         }
+        let size: Vec<usize> = std::iter::once(rows).chain(inner.unwrap_or_default()).collect();
+        ranks.iter_mut().flatten().for_each(|rank| rank.size.clone_from(&size));
         let metadata = ShardedTensorMetadata::merge(&ranks)?;
         let spec = AnyShardingSpec::infer(&metadata.shards)?;
         Ok(Self::from_parts(mesh, metadata, spec, shards.iter().map(|s| s.tensor.clone()).collect()))
@@ -313,6 +326,35 @@ fn shard_tensor_at(
         check_local(&tensors, &metadata, mesh.world().rank())?;
     }
     Ok(ShardedTensor::from_parts(mesh, metadata, spec, tensors))
+}
+
+/// Gathers the metadata of the shards of all ranks of a mesh; an error of one rank is that of all.
+fn gather_metadata(
+    mine: &Result<Option<ShardedTensorMetadata>>,
+    mesh: &DeviceMesh,
+    site: Site,
+) -> Result<Vec<Option<ShardedTensorMetadata>>> {
+    let group = mesh.whole_group()?;
+    // An error of one rank is sent in place of its metadata, so that all ranks return it.
+    let text = match mine {
+        Ok(metadata) => serde_json::to_string(metadata).map_err(Error::other)?,
+        Err(error) => format!("!{error}"),
+    };
+    let mut ranks = Vec::new();
+    for (position, text) in gather_texts(&group, &text, site)?.iter().enumerate() {
+        if let Some(error) = text.strip_prefix('!') {
+            let rank = group.ranks()[position];
+            let found = format!("invalid shards on rank {rank} ({error})");
+            return Err(ErrorKind::Disagreement.error(
+                "sharded tensor",
+                found,
+                "valid shards on every rank",
+                "correct that rank",
+            ));
+        }
+        ranks.push(serde_json::from_str::<Option<ShardedTensorMetadata>>(text).map_err(Error::other)?);
+    }
+    Ok(ranks)
 }
 
 /// Checks that these tensors have the sizes and the type of the shards of a rank.

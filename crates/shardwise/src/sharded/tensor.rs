@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
-use crate::comm::{DeviceMesh, Group, MemoryCharge};
+use crate::comm::{DeviceMesh, Group, MemoryCharge, MemoryKind};
 use crate::error::{ErrorKind, Result};
 use crate::layout::Runs;
 use crate::tensor::{ShownPart, TensorId, local_text, show_parts};
@@ -21,7 +21,6 @@ use shardwise_kernels::check_cpu;
 /// until one of them is written to ([`init`](Self::init), [`fill`](Self::fill), [`copy_from`](Self::copy_from)). Collective
 /// methods must be called by all ranks of the mesh, which is the tensor's process group; ranks outside it hold nothing and
 /// skip them.
-#[doc(alias = "ShardedTensorBase")]
 #[doc(alias = "_prepare_init")]
 #[doc(alias = "_post_init")]
 #[doc(alias = "__repr__")]
@@ -50,7 +49,8 @@ impl ShardedTensor {
         let shards: Vec<TensorShard> =
             held.zip(tensors).map(|(metadata, tensor)| TensorShard { tensor, metadata }).collect();
         let elements: usize = shards.iter().map(|s| s.metadata.volume()).sum();
-        let charge = mesh.world().memory().charge(elements * metadata.dtype.size_in_bytes());
+        let charge =
+            mesh.world().memory().charge(elements * metadata.dtype.size_in_bytes(), MemoryKind::of_new_tensor());
         let (id, metadata) = (TensorId::next(), Arc::new(metadata));
         ShardedTensor { id, mesh: mesh.clone(), metadata, spec, shards, _charge: Arc::new(charge) }
     }
@@ -190,7 +190,7 @@ impl ShardedTensor {
 
     /// Converts the elements to another type. Local.
     pub fn to_dtype(&self, dtype: DType) -> Result<ShardedTensor> {
-        shardwise_kernels::check_dtype(dtype)?;
+        shardwise_kernels::check_arithmetic(dtype)?;
         let tensors = self.shards.iter().map(|s| Ok(s.tensor.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
         let metadata = ShardedTensorMetadata { dtype, ..(*self.metadata).clone() };
         Ok(Self::from_parts(&self.mesh, metadata, self.spec.clone(), tensors))

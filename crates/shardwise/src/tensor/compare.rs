@@ -46,7 +46,8 @@ impl DTensor {
 
     /// Whether two tensors on one mesh have the same shape, type and elements. The same answer on every rank.
     ///
-    /// Collective: every rank of the mesh must call it. `other` is redistributed to the layout of this tensor.
+    /// Collective: every rank of the mesh must call it. `other` is redistributed to the layout of this tensor. A rank outside the
+    /// mesh holds no elements and gets `true`, without communication; PyTorch asks the ranks of the mesh for it.
     #[doc(alias = "torch.equal")]
     #[track_caller]
     pub fn equal(&self, other: &DTensor) -> Result<bool> {
@@ -71,9 +72,15 @@ impl DTensor {
         site: Site,
         test: impl FnOnce(&Tensor, &Tensor) -> Result<bool>,
     ) -> Result<bool> {
-        self.check_readable(name)?;
+        let world = self.device_mesh().world();
+        if world.is_dry() {
+            self.check_readable(name)?;
+        }
         if self.shape() != other.shape() {
             return Ok(false);
+        }
+        if !self.layout().mesh().contains(world.rank()) {
+            return Ok(true);
         }
         record_implicit_operator(name, || {
             let a = self.reduced(site)?;
@@ -88,7 +95,13 @@ impl DTensor {
         })
     }
 
-    /// Checks that this rank has values to read: not in a dry run, not outside the mesh.
+    /// Whether this rank has values to read: not in a dry run, not outside the mesh.
+    pub(crate) fn is_readable(&self) -> bool {
+        let world = self.device_mesh().world();
+        !world.is_dry() && self.layout().mesh().contains(world.rank())
+    }
+
+    /// Fails unless this rank [has values to read](Self::is_readable).
     pub(super) fn check_readable(&self, what: &'static str) -> Result<()> {
         let world = self.device_mesh().world();
         let (found, needed, fix) = if world.is_dry() {

@@ -11,7 +11,7 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
-use shardwise_kernels::{check_supported, contiguous, immutable, own_copy, placeholder, with_bytes};
+use shardwise_kernels::{check_stored, contiguous, immutable, own_copy, placeholder, with_bytes};
 
 /// Options of [`DTensor::from_local_with`].
 #[derive(Debug, Clone, Default)]
@@ -32,7 +32,8 @@ impl DTensor {
     /// Collective: every rank of the mesh must call it. Ranks exchange the shapes of their parts, not the elements. Unlike in
     /// PyTorch, parts may have any sizes: uneven ones become `Ragged` placements. That replicas are equal is not checked; see
     /// [`FromLocalOptions::run_check`]. A dry run assumes that all parts have the size of this rank's; where they do not, use
-    /// [`from_local_with_shape`](Self::from_local_with_shape).
+    /// [`from_local_with_shape`](Self::from_local_with_shape). So does a rank outside the mesh, which holds nothing and may skip the
+    /// call.
     ///
     /// Differentiable: if candle computed `local` from the result of [`to_local`](Self::to_local) or
     /// [`full_tensor`](Self::full_tensor), gradients pass through that code. It receives the gradient in the layout of this tensor,
@@ -92,6 +93,11 @@ impl DTensor {
         let mut exits = exits_behind(local);
         let output = match &options.shape {
             Some(shape) => Self::with_known_shape(local, mesh, placements, shape.as_slice())?,
+            None if !mesh.contains(mesh.world().rank()) => {
+                let shapes = vec![local.dims().to_vec(); mesh.size()];
+                let layout = infer_layout(mesh, &placements, &shapes, mesh.ranks())?;
+                return Self::with_known_shape(local, mesh, layout.placements().to_vec(), layout.shape());
+            }
             None => {
                 let group = mesh.whole_group()?;
                 let (shapes, counts) = gather_shapes(&group, local, &placements, exits.len(), site)?;
@@ -101,7 +107,7 @@ impl DTensor {
                     let call = Call::AllGather { dim: 0, sizes: counts.iter().copied().collect() };
                     exits = exits_numbered(group.run(&call, &[mine], site)?.swap_remove(0).to_vec1()?);
                 }
-                check_supported(local)?;
+                check_stored(local)?;
                 let layout = infer_layout(mesh, &placements, &shapes, group.ranks())?;
                 check_fit(&layout, &shapes, group.ranks())?;
                 check_partial(&layout, local.dtype())?;
@@ -162,7 +168,7 @@ impl DTensor {
         shape: impl Into<Shape>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        check_supported(local)?;
+        check_stored(local)?;
         check_partial(&layout, local.dtype())?;
         let rank = mesh.world().rank();
         if !mesh.contains(rank) {
@@ -217,7 +223,7 @@ impl DTensor {
         let layout = || -> Result<Layout> {
             let to = Layout::new(mesh.mesh(), tensor.dims(), placements.clone())?;
             check_partial(&to, tensor.dtype())?;
-            check_supported(tensor)?;
+            check_stored(tensor)?;
             Ok(to)
         };
         if !mesh.contains(mesh.world().rank()) {
@@ -247,7 +253,7 @@ impl DTensor {
 }
 
 /// Checks on every rank that replicas are equal. Collective: an all-gather of one hash per rank.
-fn check_replicas(tensor: &DTensor, site: Site) -> Result<()> {
+pub(crate) fn check_replicas(tensor: &DTensor, site: Site) -> Result<()> {
     let (mesh, layout) = (tensor.device_mesh(), tensor.layout());
     if mesh.world().is_dry() || !mesh.contains(mesh.world().rank()) {
         return Ok(());

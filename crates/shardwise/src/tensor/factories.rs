@@ -11,7 +11,7 @@ use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::placement::Placement;
 use crate::random::{Distribution, Generator, GeneratorState, mantissa_bits};
-use shardwise_kernels::{Number, check_dtype, filled, placeholder, random_elements, reserve};
+use shardwise_kernels::{Number, check_dtype, convert, filled, placeholder, random_elements, reserve};
 
 /// An element by its row-major number in the whole tensor and its index in every dimension.
 type ElementRule<'a> = &'a dyn Fn(u64, &[usize]) -> Number;
@@ -187,6 +187,11 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), space.steps, placements)?;
+        // The exponents at the ends are integers if the powers are, as in PyTorch.
+        let space = match dtype.is_float() {
+            true => space,
+            false => Logspace { start: space.start.trunc(), end: space.end.trunc(), ..space },
+        };
         by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Number::Real(space.at(i)))
     }
 
@@ -392,6 +397,9 @@ fn random_at(
     generator: &Generator,
     site: Site,
 ) -> Result<DTensor> {
+    if dtype == DType::F8E4M3 {
+        return random_at(distribution, layout, DType::F32, mesh, generator, site)?.to_dtype(dtype);
+    }
     // A tensor that cannot be built is refused before the generator advances.
     check_dtype(dtype)?;
     check_room(layout, dtype, mesh.world().is_dry())?;
@@ -529,7 +537,7 @@ fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: ElementRule<
                 Err(error) => refused = Err(error),
             });
             refused?;
-            Ok(Tensor::from_vec(values, sizes, &Device::Cpu)?.to_dtype(dtype)?)
+            Ok(convert(&Tensor::from_vec(values, sizes, &Device::Cpu)?, dtype)?)
         }};
     }
     match dtype {

@@ -19,7 +19,7 @@ use super::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::rank_context::{rank_context, rank_context_if_alive};
-use shardwise_kernels::{contiguous, with_type};
+use shardwise_kernels::{contiguous, with_stored_type};
 
 /// A `to_local` call: the local part of a tensor leaves the distributed graph for local code.
 pub(super) struct LocalExit {
@@ -69,7 +69,7 @@ impl CustomOp1 for ToLocalOp {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Strides) -> candle_core::Result<(CpuStorage, Shape)> {
         let local = contiguous(self.0.tensor.local()).map_err(candle_core::Error::wrap)?;
-        let storage = with_type!(local.dtype(), T => {
+        let storage = with_stored_type!(local.dtype(), T => {
             let elements: Vec<T> = if local.elem_count() == 0 { Vec::new() } else { local.flatten_all()?.to_vec1()? };
             T::to_cpu_storage_owned(elements)
         }, otherwise unreachable!("tensors of a mesh have served types"));

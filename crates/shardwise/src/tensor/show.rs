@@ -10,6 +10,7 @@ use crate::comm::{Call, Group, record_operator};
 use crate::error::{Result, Site};
 use crate::layout::Runs;
 use crate::placement::ReduceOp;
+use shardwise_kernels::convert;
 
 /// Tensors with more elements than this are abbreviated: PyTorch's `threshold`.
 const ABBREVIATE_FROM: usize = 1000;
@@ -172,7 +173,7 @@ fn picked<T: WithDType>(shown: &[Vec<usize>], parts: &[ShownPart]) -> Result<Ten
             places.push(both.into_iter().map(|(s, _)| s).collect::<Vec<_>>());
         }
         if part.elem_count() > 0 {
-            let numbers = part.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1::<T>()?;
+            let numbers = convert(&part, T::DTYPE)?.flatten_all()?.to_vec1::<T>()?;
             let mut flat = vec![0usize];
             for (places, &size) in places.iter().zip(&sizes) {
                 flat = flat.iter().flat_map(|f| places.iter().map(move |p| f * size + p)).collect();

@@ -12,6 +12,7 @@ use super::{DTensor, TensorValue};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
+use crate::module_scope::current_path;
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
 /// The backward pass of one recorded call: from the gradients of its outputs to those of its inputs.
@@ -22,6 +23,25 @@ pub trait Backward: Send + Sync {
     /// Computes the gradient of every input (`None`: zero, or not [needed](SavedTensors::needs_input_grad)) from those of the
     /// outputs (`None`: zero). Every rank runs the same backward passes in the same order, so it may communicate.
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
+
+    /// Whether it runs a forward pass again, so that leaves that are no inputs of the call may get gradients, too.
+    fn recomputes(&self) -> bool {
+        false
+    }
+}
+
+/// The backward pass of a call whose output is its input in another layout or type: the gradient is that of the input, in any
+/// layout and type.
+pub(crate) struct PassGradient(pub(crate) &'static str);
+
+impl Backward for PassGradient {
+    fn name(&self) -> &'static str {
+        self.0
+    }
+
+    fn run(&self, _: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        Ok(vec![gradients[0].clone()])
+    }
 }
 
 /// Which tensors a call saves for its backward pass, as `ctx.save_for_backward` in PyTorch.
@@ -81,7 +101,18 @@ pub(crate) struct TapeNode {
     pub(crate) number: u64,
     /// Layouts of the outputs; a leaf is its own output.
     outputs: SmallVec<[Layout; 1]>,
+    /// Types of the gradient of a leaf.
+    pub(crate) gradient_types: GradientTypes,
     state: Mutex<NodeState>,
+}
+
+/// Types of the gradient of a leaf; `None` leaves the type that the operators gave it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct GradientTypes {
+    /// The type in which contributions are added up and returned.
+    pub(crate) accumulated: Option<DType>,
+    /// The type to which the reduced gradient is rounded, before it is converted back.
+    pub(crate) reduced: Option<DType>,
 }
 
 /// What a node still holds for the backward pass.
@@ -100,6 +131,8 @@ pub(crate) struct Recording {
     inputs: Vec<RecordedTensor>,
     outputs: Vec<RecordedTensor>,
     pub(crate) backward: Box<dyn Backward>,
+    /// Path of the module that made the call, for the trace of the backward pass.
+    pub(crate) module: Option<Arc<str>>,
 }
 
 /// An input or output of a recorded call: saved, or only described.
@@ -129,8 +162,8 @@ impl RecordedTensor {
 }
 
 /// The number of the next node. One counter for all threads, because a tensor may be created by one thread and used by another.
-/// Ranks get different numbers, but those of each rank increase in the order of its calls.
-static NUMBER: AtomicU64 = AtomicU64::new(0);
+/// Ranks get different numbers, but those of each rank increase in the order of its calls. 0 is no number: [`constants_before`].
+static NUMBER: AtomicU64 = AtomicU64::new(1);
 
 /// Whether calls are being recorded, that is outside of [`no_grad`].
 pub(crate) fn is_recording() -> bool {
@@ -182,6 +215,28 @@ pub(crate) fn in_gradient<R>(on: bool, body: impl FnOnce() -> R) -> R {
     in_scope(enter, |context, before| context.is_in_gradient.set(before), body)
 }
 
+/// Whether a backward pass is recorded as a function of the gradients that arrive alone: saved tensors are constants in it.
+pub(crate) fn is_linearizing() -> bool {
+    rank_context(|context| context.is_linearizing.get())
+}
+
+/// Runs `body` with tensors that were recorded before the call of a number, parameters included, as constants.
+pub(crate) fn with_constants_before<R>(number: u64, body: impl FnOnce() -> R) -> R {
+    let enter = |context: &RankContext| context.constants_before.replace(number);
+    in_scope(enter, |context, before| context.constants_before.set(before), body)
+}
+
+/// The number before which tensors are constants; 0 outside of [`with_constants_before`].
+pub(crate) fn constants_before() -> u64 {
+    rank_context(|context| context.constants_before.get())
+}
+
+/// Runs `body`, a recorded backward pass, with saved tensors as constants.
+pub(crate) fn linearizing<R>(body: impl FnOnce() -> R) -> R {
+    let enter = |context: &RankContext| context.is_linearizing.replace(true);
+    in_scope(enter, |context, before| context.is_linearizing.set(before), body)
+}
+
 impl DTensor {
     /// Returns this tensor as a new leaf, for which [`backward`](Self::backward) computes a gradient.
     ///
@@ -189,8 +244,13 @@ impl DTensor {
     /// [`Gradients::get`](crate::Gradients::get).
     #[doc(alias = "requires_grad_")]
     pub fn requires_grad(&self) -> DTensor {
+        self.requires_grad_in(GradientTypes::default())
+    }
+
+    /// As [`requires_grad`](Self::requires_grad), with the types of the gradient.
+    pub(crate) fn requires_grad_in(&self, gradient_types: GradientTypes) -> DTensor {
         let outputs = SmallVec::from_elem(self.layout().clone(), 1);
-        let node = TapeNode { number: take_number(), outputs, state: Mutex::new(NodeState::Leaf) };
+        let node = TapeNode { number: take_number(), outputs, gradient_types, state: Mutex::new(NodeState::Leaf) };
         DTensor { value: Arc::clone(&self.value), tape: Some(Tape { node: Arc::new(node), output: 0 }) }
     }
 
@@ -215,18 +275,22 @@ impl DTensor {
         saves: SaveForBackward,
         backward: impl FnOnce() -> Box<dyn Backward>,
     ) -> Vec<DTensor> {
-        if !is_recording() || inputs.iter().all(|t| t.tape.is_none()) {
+        let first = constants_before();
+        let place = |t: &&DTensor| t.tape.clone().filter(|tape| t.dtype().is_float() && tape.node.number >= first);
+        if !is_recording() || inputs.iter().all(|t| t.tape.as_ref().is_none_or(|tape| tape.node.number < first)) {
             return outputs;
         }
         let recording = Recording {
-            parents: inputs.iter().map(|t| t.tape.clone().filter(|_| t.dtype().is_float())).collect(),
+            parents: inputs.iter().map(place).collect(),
             inputs: inputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, saves.saves_input(i))).collect(),
             outputs: outputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, saves.saves_output(i))).collect(),
             backward: backward(),
+            module: current_path(),
         };
         let node = Arc::new(TapeNode {
             number: take_number(),
             outputs: outputs.iter().map(|t| t.layout().clone()).collect(),
+            gradient_types: GradientTypes::default(),
             state: Mutex::new(NodeState::Recorded(Arc::new(recording))),
         });
         let attach = |(output, tensor): (usize, DTensor)| {
@@ -295,7 +359,8 @@ impl SavedTensors<'_> {
     /// If the operator did not ask to save it.
     pub fn input(&self, i: usize) -> DTensor {
         let RecordedTensor::Saved(value) = &self.recording.inputs[i] else { panic!("input {i} is not saved") };
-        DTensor { value: Arc::clone(value), tape: self.recording.parents[i].clone() }
+        let tape = self.recording.parents[i].clone().filter(|_| !is_linearizing());
+        DTensor { value: Arc::clone(value), tape }
     }
 
     /// Returns a saved output.
@@ -304,7 +369,8 @@ impl SavedTensors<'_> {
     /// If the operator did not ask to save it.
     pub fn output(&self, i: usize) -> DTensor {
         let RecordedTensor::Saved(value) = &self.recording.outputs[i] else { panic!("output {i} is not saved") };
-        DTensor { value: Arc::clone(value), tape: Some(Tape { node: Arc::clone(self.node), output: i }) }
+        let tape = (!is_linearizing()).then(|| Tape { node: Arc::clone(self.node), output: i });
+        DTensor { value: Arc::clone(value), tape }
     }
 
     /// Number of inputs of the call.

@@ -13,8 +13,9 @@ const CHARACTER: usize = 4;
 /// Decodes tokens one by one; see [`Tokenizer::stream`].
 ///
 /// Pieces are complete characters: bytes of a character that is not complete are kept until it is. Together the pieces are
-/// what decoding all tokens at once gives, but for tokenizers with byte fallback where invalid bytes follow valid ones: decoding
-/// at once then spoils both. Special tokens are skipped.
+/// what decoding all tokens at once gives. Tokenizers with byte fallback are an exception where invalid bytes follow a character
+/// of several bytes: decoding at once spoils both, while the stream has returned the character already and keeps it. Special
+/// tokens are skipped.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
@@ -66,6 +67,12 @@ impl<'a> TextStream<'a> {
     /// The part of `all` that has not been returned yet.
     fn take(&mut self, all: &str) -> Result<String> {
         let before = self.tokenizer.decode(&self.ids[self.start..self.returned])?;
+        if !all.starts_with(&before) && !before.ends_with(char::REPLACEMENT_CHARACTER) {
+            // Invalid bytes spoil the bytes before them, which have been returned as a character: decode them alone.
+            self.ids.drain(..self.returned);
+            (self.start, self.returned) = (0, self.ids.len());
+            return self.tokenizer.decode(&self.ids);
+        }
         // Tokens before the first one may end with an incomplete character, which the next token has completed.
         let same = before.char_indices().zip(all.chars()).find(|((_, a), b)| a != b).map(|((at, _), _)| at);
         let piece = all.get(same.unwrap_or(before.len()).min(all.len())..).unwrap_or_default().to_string();

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::optim::{
-    Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, NAdam, ParamGroup, RmsProp, Sgd, ShardedOptimizer,
+    Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, Asgd, NAdam, ParamGroup, RAdam, RmsProp, Sgd, ShardedOptimizer,
     clip_grad_norm, clip_grad_value,
 };
 use shardwise::prelude::*;
@@ -175,7 +175,11 @@ fn group(kind: &str, hyper: &Value) -> Result<ParamGroup> {
         "rmsprop" => settings!(RmsProp: alpha, eps, momentum, weight_decay; betas: []; flags: [centered]),
         "adadelta" => settings!(Adadelta: rho, eps, weight_decay; betas: []; flags: []),
         "adamax" => settings!(Adamax: eps, weight_decay; betas: [betas]; flags: []),
-        "nadam" => settings!(NAdam: eps, weight_decay, momentum_decay; betas: [betas]; flags: []),
+        "nadam" => {
+            settings!(NAdam: eps, weight_decay, momentum_decay; betas: [betas]; flags: [decoupled_weight_decay])
+        }
+        "radam" => settings!(RAdam: eps, weight_decay; betas: [betas]; flags: [decoupled_weight_decay]),
+        "asgd" => settings!(Asgd: lambd, alpha, t0, weight_decay; betas: []; flags: []),
         other => return Err(Error::other(format!("no optimizer {other}"))),
     };
     let group = ParamGroup::new(algorithm);

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use serde::Deserialize;
 use shardwise::ops::{Reduction, ops};
 use shardwise::prelude::*;
-use shardwise::tensor::{Arange, Linspace};
+use shardwise::tensor::{Arange, Linspace, Logspace};
 
 #[derive(Deserialize, Clone)]
 struct Family {
@@ -414,4 +414,31 @@ fn kl_div_batchmean_divides_by_the_batch_size() {
         x.mse_loss(&x, Reduction::BatchMean)
     });
     assert!(other.contains("BatchMean"), "{other}");
+}
+
+#[test]
+fn arguments_at_their_borders_give_the_results_of_pytorch() {
+    let found = on_two(|_, mesh| {
+        let of = |values: &[f64]| -> Result<DTensor> {
+            DTensor::distribute_tensor(&Tensor::new(values, &candle_core::Device::Cpu)?, mesh, [Shard(0)], None)
+        };
+        let list = |x: DTensor| -> Result<Vec<f64>> { Ok(x.full_tensor()?.to_dtype(DType::F64)?.to_vec1()?) };
+        // A degree is truncated towards zero.
+        let degrees = of(&[-0.5, -1.0, 1.9])?;
+        let polynomials = list(of(&[3.0, 3.0, 3.0])?.special_chebyshev_polynomial_t(&degrees)?)?;
+        // Bounds in the wrong order: the lower one is compared first.
+        let logit = list(of(&[0.2, 0.9])?.logit(Some(0.6))?)?;
+        let powers = Logspace { start: 4.3, end: 1.2, steps: 2, base: 10.0 };
+        let powers = list(DTensor::logspace(powers, DType::I64, mesh, [Shard(0)])?)?;
+        let x = of(&[f64::NAN, -1.0, 0.0, 2.0])?.requires_grad();
+        let gradient = list(x.relu()?.sum_all()?.backward()?.get(&x)?.clone())?;
+        // One row without a dimension of its own has the shape of its target.
+        let margins = of(&[1.0, 2.0, 4.0])?.multi_margin_loss(&i64s(&[1], mesh)?, 1.0, 1.0, None, Reduction::None)?;
+        Ok((polynomials, logit, powers, gradient, (margins.shape().to_vec(), list(margins)?)))
+    });
+    let (polynomials, logit, powers, gradient, margins) = found.unwrap();
+    assert_eq!(polynomials, [1.0, 0.0, 3.0]);
+    assert!((logit[0] - 1.5f64.ln()).abs() < 1e-15 && (logit[1] + 1.5f64.ln()).abs() < 1e-15, "{logit:?}");
+    assert_eq!((powers, gradient), (vec![10_000.0, 10.0], vec![1.0, 0.0, 0.0, 1.0]));
+    assert_eq!(margins, (vec![1], vec![1.0]));
 }

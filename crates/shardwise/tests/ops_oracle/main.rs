@@ -14,6 +14,13 @@ use shardwise::prelude::*;
 use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::values;
 
+/// The operators of both tables, or the ones listed in `SHARDWISE_OP_NAMES`, separated by commas.
+fn selected() -> impl Iterator<Item = &'static OpEntry> {
+    let names = env_or("SHARDWISE_OP_NAMES", String::new());
+    let wanted = move |op: &&OpEntry| names.is_empty() || names.split(',').any(|name| name == op.name);
+    ops().chain(composed_ops()).filter(wanted)
+}
+
 /// The placements to try for an input along one axis.
 fn placements(mesh: &Mesh, sample: &SampleInput, axis: usize, so_far: &[Placement]) -> Vec<Placement> {
     let mut all = vec![Replicate];
@@ -91,7 +98,7 @@ fn every_rule_on_one_axis_gives_the_unsharded_result() {
         let run = move |world: World| {
             let mesh = world.mesh([("a", ranks)])?;
             let mut checked = 0;
-            for op in ops().chain(composed_ops()) {
+            for op in selected() {
                 for samples in (op.samples)() {
                     let expected = unsharded(op, &world, &samples)?;
                     let mut combinations: Vec<Vec<Vec<Placement>>> = vec![Vec::new()];
@@ -112,7 +119,7 @@ fn every_rule_on_one_axis_gives_the_unsharded_result() {
             Ok(checked)
         };
         let checked = ThreadWorld::new(ranks).unwrap().run(run).unwrap();
-        println!("{} operators, {} combinations on {ranks} ranks", ops().chain(composed_ops()).count(), checked[0]);
+        println!("{} operators, {} combinations on {ranks} ranks", selected().count(), checked[0]);
     }
 }
 
@@ -121,7 +128,7 @@ fn random_layouts_on_two_axes_give_the_unsharded_result() {
     let (cases, seed) = (env_or("SHARDWISE_OP_CASES", 40u64), env_or("SHARDWISE_SEED", 0u64));
     let run = move |world: World| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
-        for (i, op) in ops().chain(composed_ops()).enumerate() {
+        for (i, op) in selected().enumerate() {
             let rng = &mut StdRng::seed_from_u64(seed + i as u64);
             let all = (op.samples)();
             for _ in 0..cases {

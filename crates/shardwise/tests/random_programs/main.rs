@@ -9,6 +9,7 @@
 //! `SHARDWISE_GRADIENT_CASES` that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the
 //! first seed.
 
+mod composed;
 mod program;
 mod products;
 mod shapes;
@@ -150,7 +151,8 @@ fn run_program(world: &World, axes: &[usize], seed: u64) -> Result<usize> {
     let outcome = catch_unwind(AssertUnwindSafe(|| -> Result<usize> {
         program.leaves()?;
         while program.operators() < wanted {
-            let family = [steps::STEPS, shapes::STEPS, shapes::STEPS, products::STEPS][program.below(4)];
+            let families = [steps::STEPS, shapes::STEPS, shapes::STEPS, products::STEPS, composed::STEPS];
+            let family = families[program.below(families.len())];
             family.choose(program.rng()).expect("some steps")(&mut program)?;
         }
         Ok(program.operators())

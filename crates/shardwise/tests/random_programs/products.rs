@@ -1,13 +1,13 @@
 //! Steps of random programs that multiply: matrix products, attention, convolution, pooling, dropout.
 
-use shardwise::ops::{AttentionOptions, ConvOptions};
+use shardwise::ops::{AttentionOptions, BlockMask, ConvOptions};
 use shardwise::prelude::*;
 
 use crate::program::{Fill, LARGEST, Program, Value};
 use crate::steps::{Step, any, apply, one_of};
 
 pub(crate) const STEPS: &[Step] =
-    &[matmul, matmul, matmul, einsum, einsum, affine, attention, convolution, pooling, dropout, dtype];
+    &[matmul, matmul, matmul, einsum, einsum, grouped, affine, attention, convolution, pooling, dropout, dtype];
 
 /// How a sum of `k` products amplifies errors.
 fn product_gain(p: &Program, a: usize, b: usize, k: usize) -> f64 {
@@ -68,6 +68,17 @@ fn einsum(p: &mut Program) -> Result<()> {
     })
 }
 
+fn grouped(p: &mut Program) -> Result<()> {
+    let Some(a) = p.find(|v| v.rank() == 2 && v.count() > 0) else { return Ok(()) };
+    let (m, k) = (p.value(a).shape()[0], p.value(a).shape()[1]);
+    let (groups, n) = (1 + p.below(3), 1 + p.below(4));
+    let b = p.leaf(&[groups, k, n], Fill::Eighths)?;
+    // Sizes that add up to at most the rows.
+    let sizes = p.leaf(&[groups], Fill::Below(m / groups + 1))?;
+    let gain = product_gain(p, a, b, k);
+    apply!(p, "grouped_mm", [a, b, sizes], true, gain, |x| x[0].grouped_mm(&x[1], Some(&x[2].cumsum(0)?)))
+}
+
 fn affine(p: &mut Program) -> Result<()> {
     let matrix = |v: &Value| v.rank() == 2;
     let Some(x) = p.find(matrix) else { return Ok(()) };
@@ -102,9 +113,13 @@ fn attention(p: &mut Program) -> Result<()> {
     if p.chance(0.3) && size.is_multiple_of(2) {
         return apply!(p, "rotary_embedding", [q], false, 2.0, |x| x[0].rotary_embedding(100.0, 3));
     }
-    let causal = p.chance(0.5);
-    apply!(p, format!("attention, causal {causal}"), [q, keys, values], false, gain, |x| {
-        let options = AttentionOptions { causal, scale: Some(0.125), ..AttentionOptions::default() };
+    let (causal, hidden) = (p.chance(0.5), p.chance(0.3).then(|| 2 + p.below(3)));
+    apply!(p, format!("attention, causal {causal}, hidden {hidden:?}"), [q, keys, values], false, gain, |x| {
+        let sizes = [1, 1, x[0].shape()[x[0].ndim() - 2], length];
+        let blocks =
+            hidden.map(|every| BlockMask::from_fn(sizes, |_, _, query, key| !(query + key).is_multiple_of(every)));
+        let block_mask = blocks.as_ref();
+        let options = AttentionOptions { causal, scale: Some(0.125), block_mask, ..AttentionOptions::default() };
         x[0].scaled_dot_product_attention(&x[1], &x[2], options)
     })
 }

@@ -141,6 +141,11 @@ impl Program {
         &mut self.rng
     }
 
+    /// Whether some ranks of the world are not in the mesh.
+    pub(crate) fn has_ranks_outside(&self) -> bool {
+        self.mesh.world().size() > self.mesh.mesh().size()
+    }
+
     pub(crate) fn operators(&self) -> usize {
         self.operators
     }

@@ -25,6 +25,10 @@ def rope(**parameters):
     return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
+BERT = dict(vocab_size=80, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
+            max_position_embeddings=40)
+
+
 MODELS = {
     "gemma2": ("gemma2", dict(SMALL, num_hidden_layers=3, head_dim=12, query_pre_attn_scalar=20, sliding_window=6,
                               final_logit_softcapping=8.0, attn_logit_softcapping=4.0)),
@@ -64,8 +68,14 @@ MODELS = {
                                 bos_token_id=0, eos_token_id=2)),
     "distilbert": ("distilbert", dict(vocab_size=80, dim=24, hidden_dim=40, n_layers=2, n_heads=3,
                                       max_position_embeddings=40, pad_token_id=0)),
+    "xlm_roberta": ("xlm-roberta", dict(BERT, type_vocab_size=1, pad_token_id=1)),
+    "camembert": ("camembert", dict(BERT, type_vocab_size=1, pad_token_id=1)),
+    "electra": ("electra", dict(BERT, embedding_size=16, pad_token_id=0)),
+    "electra_one_width": ("electra", dict(BERT, embedding_size=24, pad_token_id=0, num_hidden_layers=1)),
+    # Long enough for most ranges of distances.
+    "mpnet": ("mpnet", dict(BERT, max_position_embeddings=80, pad_token_id=1)),
 }
-ENCODERS = {"roberta", "distilbert"}
+ENCODERS = {"roberta", "distilbert", "xlm_roberta", "camembert", "electra", "electra_one_width", "mpnet"}
 # Their angles change with the length, and keys in a cache keep those of their time: tokens may differ without a cache.
 BY_LENGTH = {"phi3_longrope", "llama_dynamic"}
 TRAINED = {"gemma2", "gpt_neox", "qwen2_moe", "qwen3_moe"}
@@ -203,7 +213,8 @@ def encoder(name, kind, options):
     model = randomize(AutoModel.from_config(config).float().eval(), 1)
     torch.manual_seed(1)
     pad = options["pad_token_id"]
-    ids = torch.randint(3, options["vocab_size"], (3, 11))
+    longest = 70 if name == "mpnet" else 11
+    ids = torch.randint(3, options["vocab_size"], (3, longest))
     mask = torch.ones_like(ids)
     for row, length in ((0, 7), (2, 9)):
         ids[row, length:], mask[row, length:] = pad, 0

@@ -77,7 +77,10 @@ impl FormatWriter for Dcp {
         }
         let described = |(key, t): (&String, &StoredTensor)| (key.clone(), (t.element, t.shape.clone()));
         let tensors = contents.tensors.iter().map(described).collect();
-        Ok(Some((METADATA.to_string(), metadata_bytes(&tensors, &locations, &contents.paths)?)))
+        Ok(Some((
+            METADATA.to_string(),
+            metadata_bytes(&tensors, &locations, &contents.paths, contents.save_id.as_deref())?,
+        )))
     }
 }
 

@@ -6,9 +6,9 @@ use super::super::element::ElementType;
 use super::super::files::Files;
 use super::super::pickle::{Object, ObjectId, Pickle};
 use super::super::stored::{Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor, check_file_name};
-use super::super::torch::{TorchArchive, at_key};
+use super::super::torch::{TorchArchive, TorchLeaf, at_key, unreadable};
 use super::super::value::Key;
-use super::names::{CLASSES, FILESYSTEM, METADATA};
+use super::names::{CLASSES, FILESYSTEM, METADATA, OLD_PROPERTIES};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
@@ -20,6 +20,8 @@ struct StorageInfo {
     file: String,
     offset: u64,
     length: u64,
+    /// Whether the bytes were transformed by an extension, such as compression.
+    is_transformed: bool,
 }
 
 /// Archives by flat key and, for chunks of tensors, offsets: PyTorch's `storage_data`.
@@ -40,7 +42,12 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
         Some(id) if *pickle.get(id) != Object::None => paths(&pickle, id)?,
         _ => BTreeMap::new(),
     };
-    let mut contents = Contents::default();
+    let mut contents = Contents { version: text_of(&pickle, state, "version"), ..Contents::default() };
+    if let Some((CLASSES, "StorageMeta", _, Some(meta))) =
+        pickle.field(state, "storage_meta").and_then(|id| pickle.constructed(id))
+    {
+        contents.save_id = text_of(&pickle, meta, "save_id");
+    }
     let items = field(&pickle, state, "state_dict_metadata")?;
     let items = pickle.dict(items).ok_or_else(|| bad(pickle.describe(items), "a dict of items"))?;
     let mut by_key: BTreeMap<&str, ObjectId> = BTreeMap::new();
@@ -56,16 +63,28 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
         match pickle.constructed(item) {
             Some((CLASSES, "TensorStorageMetadata", ..)) => {
                 let tensor = tensor(&pickle, item, key, &mut storage, files, &mut budget);
-                contents.tensors.insert(key.to_string(), tensor.map_err(|error| at_key(error, key))?);
+                match tensor {
+                    Ok(tensor) => drop(contents.tensors.insert(key.to_string(), tensor)),
+                    Err(error) => {
+                        let reason = unreadable(error).map_err(|error| at_key(error, key))?;
+                        contents.unreadable.insert(key.to_string(), reason);
+                    }
+                }
                 if paths.contains_key(key) {
                     contents.paths.insert(key.to_string(), path);
                 }
             }
             Some((CLASSES, "BytesStorageMetadata", ..)) => {
                 let info = storage.remove(&(key.to_string(), None)).ok_or_else(|| missing(key))?;
-                let leaves =
-                    TorchArchive::open(files, &info.file, info.offset, info.length).and_then(|s| s.flatten(&path));
-                for (path, leaf) in leaves.map_err(|error| at_key(error, key))? {
+                let leaves = open(files, &info).and_then(|archive| archive.flatten(&path));
+                let leaves = match leaves {
+                    Ok(leaves) => leaves,
+                    Err(error) => {
+                        let reason = unreadable(error).map_err(|error| at_key(error, key))?;
+                        vec![(path, TorchLeaf::Unreadable(reason))]
+                    }
+                };
+                for (path, leaf) in leaves {
                     leaf.add_to(&mut contents, &info.file, path)?;
                 }
             }
@@ -73,6 +92,21 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
         }
     }
     Ok(contents)
+}
+
+/// Opens the archive of a chunk or value.
+fn open<'a>(files: &'a Files, info: &'a StorageInfo) -> Result<TorchArchive<'a>> {
+    if info.is_transformed {
+        let fix = "load it with PyTorch and save it without extensions";
+        let found = "stored with a transformation, such as compression";
+        return Err(ErrorKind::Unsupported.error("entry", found, "a plain torch.save archive", fix));
+    }
+    TorchArchive::open(files, &info.file, info.offset, info.length)
+}
+
+/// A field that is a string.
+fn text_of(pickle: &Pickle, state: ObjectId, name: &str) -> Option<String> {
+    pickle.field(state, name).and_then(|id| pickle.text(id)).map(ToString::to_string)
 }
 
 /// The `__dict__` of an object of a class.
@@ -124,20 +158,10 @@ fn storage(pickle: &Pickle, id: ObjectId) -> Result<StorageByKey> {
             pickle.size(id).map(|n| n as u64).ok_or_else(|| bad(pickle.describe(id), "a byte offset or length"))
         };
         let (offset, length) = (number("offset")?, number("length")?);
-        if let Some(steps) = pickle.field(info, "transform_descriptors") {
-            let none = *pickle.get(steps) == Object::None || pickle.entries(steps).is_some_and(<[ObjectId]>::is_empty);
-            if !none {
-                let found = format!("a transformed chunk of {key:?}");
-                let fix = "load it with PyTorch and save it without compression";
-                return Err(ErrorKind::Damaged.error(
-                    "distributed checkpoint",
-                    found,
-                    "plain torch.save archives",
-                    fix,
-                ));
-            }
-        }
-        if storage.insert((key.clone(), offsets), StorageInfo { file, offset, length }).is_some() {
+        let is_transformed = pickle.field(info, "transform_descriptors").is_some_and(|steps| {
+            *pickle.get(steps) != Object::None && !pickle.entries(steps).is_some_and(<[ObjectId]>::is_empty)
+        });
+        if storage.insert((key.clone(), offsets), StorageInfo { file, offset, length, is_transformed }).is_some() {
             return Err(twice(&key));
         }
     }
@@ -179,7 +203,12 @@ fn tensor(
     budget: &mut usize,
 ) -> Result<StoredTensor> {
     let state = object(pickle, item, CLASSES, "TensorStorageMetadata")?;
-    let properties = object(pickle, field(pickle, state, "properties")?, CLASSES, "TensorProperties")?;
+    let properties = field(pickle, state, "properties")?;
+    let module = pickle.constructed(properties).map_or(CLASSES, |(module, ..)| match module {
+        OLD_PROPERTIES => OLD_PROPERTIES,
+        _ => CLASSES,
+    });
+    let properties = object(pickle, properties, module, "TensorProperties")?;
     // `TensorProperties` has six entries since PyTorch stores strides, five before.
     let dtype = match pickle.entries(properties) {
         Some([dtype, _, _, _, _] | [dtype, _, _, _, _, _]) => pickle.global(*dtype),
@@ -203,7 +232,7 @@ fn tensor(
                 _ => return Err(missing(key)),
             }
         };
-        let located = TorchArchive::open(files, &info.file, info.offset, info.length)?.single()?;
+        let located = open(files, &info)?.single()?;
         if located.element != element || located.sizes != part.sizes {
             let found = format!("a chunk of type {} and shape {:?}", located.element, located.sizes);
             return Err(bad(found, &format!("{element} and {:?}, as {METADATA} says", part.sizes)));

@@ -77,6 +77,7 @@ pub(super) fn metadata_bytes(
     tensors: &BTreeMap<String, (ElementType, Vec<usize>)>,
     locations: &[ArchiveLocation],
     paths: &BTreeMap<String, Vec<Key>>,
+    save_id: Option<&str>,
 ) -> Result<Vec<u8>> {
     let locations = distinct(locations);
     let mut chunks: BTreeMap<&str, Vec<&Chunk>> = tensors.keys().map(|key| (key.as_str(), Vec::new())).collect();
@@ -116,12 +117,28 @@ pub(super) fn metadata_bytes(
     }
     pickle.end_dict();
     pickle.text("storage_meta");
-    pickle.none();
+    put_storage_meta(&mut pickle, save_id);
     pickle.text("version");
     pickle.text("1.0.0");
     pickle.end_dict();
     pickle.build();
     Ok(pickle.finish())
+}
+
+/// Writes the identifier of the save as PyTorch's `StorageMeta`.
+fn put_storage_meta(pickle: &mut PickleWriter, save_id: Option<&str>) {
+    let Some(save_id) = save_id else { return pickle.none() };
+    pickle.object(CLASSES, "StorageMeta");
+    pickle.begin_dict();
+    for name in ["checkpoint_id", "save_id", "load_id"] {
+        pickle.text(name);
+        if name == "save_id" { pickle.text(save_id) } else { pickle.none() }
+    }
+    pickle.text("modules");
+    pickle.begin_list();
+    pickle.end_list();
+    pickle.end_dict();
+    pickle.build();
 }
 
 /// Writes the path of every key; a key without one is a path of one name.

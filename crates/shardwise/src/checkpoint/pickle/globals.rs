@@ -18,6 +18,10 @@ pub(super) fn check(module: &str, name: &str) -> Result<()> {
             matches!(name, "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath")
         }
         "torch.distributed.checkpoint.metadata" => METADATA.contains(&name),
+        // Where `TensorProperties` was before PyTorch 2.3.
+        "torch.distributed._shard.sharded_tensor.metadata" => {
+            matches!(name, "TensorProperties" | "MEM_FORMAT_ENCODING")
+        }
         "torch.distributed.checkpoint.filesystem" => name == "_StorageInfo",
         _ => false,
     };

@@ -21,13 +21,23 @@ struct PickleMachine<'a> {
     /// Stack heights at the open marks.
     marks: Vec<usize>,
     memo: FxHashMap<u64, ObjectId>,
+    names: Names,
+}
+
+/// What happens to the name of a class or function that checkpoints have no use for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Names {
+    /// It is an error.
+    Known,
+    /// It becomes an [`Object::Foreign`].
+    Any,
 }
 
 /// Parses a pickle into a table of objects and the index of the root.
-pub(super) fn run(bytes: &[u8]) -> Result<(Vec<Object>, ObjectId)> {
+pub(super) fn run(bytes: &[u8], names: Names) -> Result<(Vec<Object>, ObjectId)> {
     let objects = vec![Object::None, Object::Bool(true), Object::Bool(false), Object::Tuple(Box::new([]))];
     let memo = FxHashMap::default();
-    let mut machine = PickleMachine { bytes, at: 0, objects, stack: Vec::new(), marks: Vec::new(), memo };
+    let mut machine = PickleMachine { bytes, at: 0, objects, stack: Vec::new(), marks: Vec::new(), memo, names };
     loop {
         let at = machine.at;
         let opcode = machine.byte()?;
@@ -85,6 +95,11 @@ impl<'a> PickleMachine<'a> {
             }
             0x93 => self.stack_global(),
             b'R' | 0x81 => self.call(),
+            0x92 => {
+                // NEWOBJ_EX of a class that cannot be read anyway: the arguments by name are not needed.
+                self.pop()?;
+                self.call()
+            }
             b'b' => self.build(),
             b'P' => {
                 let name = Object::Text(self.line()?.into());
@@ -279,6 +294,8 @@ impl<'a> PickleMachine<'a> {
         let id = self.top()?;
         match &mut self.objects[id as usize] {
             Object::List(list) | Object::Set(list) => list.extend_from_slice(entries),
+            // Entries of an object that cannot be read.
+            Object::Constructed { .. } if self.names == Names::Any => {}
             _ => return Err(bad("entries for an object that is not a list", "a list")),
         }
         Ok(())
@@ -288,6 +305,7 @@ impl<'a> PickleMachine<'a> {
         let id = self.top()?;
         match &mut self.objects[id as usize] {
             Object::Dict(dict) => dict.extend_from_slice(pairs),
+            Object::Constructed { .. } if self.names == Names::Any => {}
             _ => return Err(bad("items for an object that is not a dict", "a dict")),
         }
         Ok(())
@@ -373,17 +391,20 @@ impl<'a> PickleMachine<'a> {
     }
 
     fn push_global(&mut self, module: &str, name: &str) -> Result<()> {
-        globals::check(module, name)?;
-        self.push(Object::Global(Box::new((module.to_string(), name.to_string()))))
+        let names = Box::new((module.to_string(), name.to_string()));
+        match globals::check(module, name) {
+            Ok(()) => self.push(Object::Global(names)),
+            Err(_) if self.names == Names::Any => self.push(Object::Foreign(names)),
+            Err(error) => Err(error),
+        }
     }
 
     fn stack_global(&mut self) -> Result<()> {
         let (name, module) = (self.pop()?, self.pop()?);
         match (&self.objects[module as usize], &self.objects[name as usize]) {
             (Object::Text(module), Object::Text(name)) => {
-                globals::check(module, name)?;
-                let names = Box::new((module.to_string(), name.to_string()));
-                self.push(Object::Global(names))
+                let (module, name) = (module.clone(), name.clone());
+                self.push_global(&module, &name)
             }
             _ => Err(bad("a class whose name is not a string", "the name of a class")),
         }
@@ -394,11 +415,17 @@ impl<'a> PickleMachine<'a> {
         let Object::Tuple(given) = &self.objects[args as usize] else {
             return Err(bad("a call without a tuple of arguments", "a tuple"));
         };
-        let Object::Global(names) = &self.objects[callable as usize] else {
-            return Err(bad("a call of an object that is not a class or function", "a class or function by name"));
-        };
         // An `OrderedDict` becomes a dict: its items follow by SETITEMS, as those of a dict do.
-        match names.1 == "OrderedDict" && given.is_empty() {
+        let is_dict = match &self.objects[callable as usize] {
+            Object::Global(names) => names.1 == "OrderedDict" && given.is_empty(),
+            Object::Foreign(_) => false,
+            _ if self.names == Names::Any => false,
+            _ => {
+                let needed = "a class or function by name";
+                return Err(bad("a call of an object that is not a class or function", needed));
+            }
+        };
+        match is_dict {
             true => self.push(Object::Dict(Vec::new())),
             false => self.push(Object::Constructed { callable, args, state: None }),
         }
@@ -411,6 +438,7 @@ impl<'a> PickleMachine<'a> {
             Object::Constructed { state, .. } => *state = Some(new),
             // Attributes of an `OrderedDict`, such as `_metadata` of a state dict; not needed.
             Object::Dict(_) => {}
+            Object::Foreign(_) => {}
             _ => return Err(bad("state for an object that cannot have one", "an object")),
         }
         Ok(())

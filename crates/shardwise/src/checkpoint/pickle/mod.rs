@@ -1,8 +1,9 @@
 //! Reading pickles without executing anything, and writing them.
 //!
 //! A pickle is a program for a stack machine that can call any function by name. This machine only builds a table of objects:
-//! calls are recorded and not executed, and a name that checkpoints have no use for is an error. A general pickle crate would
-//! neither restrict the names nor bound the memory of objects that are referenced many times.
+//! calls are recorded and not executed, and a name that checkpoints have no use for is an error, or makes the entry that has it
+//! unreadable. A general pickle crate would neither restrict the names nor bound the memory of objects that are referenced
+//! many times.
 
 mod globals;
 mod machine;
@@ -15,6 +16,7 @@ use super::stored::NOT_A_CHECKPOINT;
 use super::value::Value;
 use crate::error::{ErrorKind, Result};
 
+use machine::Names;
 pub(super) use object::{Object, ObjectId};
 pub(super) use write::PickleWriter;
 
@@ -34,10 +36,19 @@ const MAX_DIMS: usize = 64;
 pub(super) const MAX_DEPTH: usize = 100;
 
 impl Pickle {
-    /// Parses a pickle.
+    /// Parses a pickle; the name of a class or function that checkpoints have no use for is an error.
     pub(super) fn read(bytes: &[u8]) -> Result<Pickle> {
+        Self::parse(bytes, Names::Known)
+    }
+
+    /// Parses a pickle with any names; what is an instance of an unknown class cannot be converted to a value.
+    pub(super) fn read_any(bytes: &[u8]) -> Result<Pickle> {
+        Self::parse(bytes, Names::Any)
+    }
+
+    fn parse(bytes: &[u8], names: Names) -> Result<Pickle> {
         // 32 bytes per byte of pickle, plus room for small ones: generous, and linear in the size of the file.
-        let (objects, root) = machine::run(bytes)?;
+        let (objects, root) = machine::run(bytes, names)?;
         Ok(Pickle { objects, root, budget: bytes.len().saturating_mul(32).saturating_add(1 << 16) })
     }
 
@@ -129,7 +140,8 @@ impl Pickle {
             entries.iter().map(|&entry| self.value(entry, depth - 1, budget)).collect()
         };
         let unfit = |found: String| {
-            let needed = "None, booleans, 64-bit integers, floats, strings, and lists, tuples and dicts of these";
+            let needed =
+                "None, booleans, 64-bit integers, floats, strings, bytes, and lists, tuples and dicts of these";
             ErrorKind::Unsupported.error(
                 "stored value",
                 found,
@@ -143,6 +155,7 @@ impl Pickle {
             Object::Int(n) => Value::Int(*n),
             Object::Float(x) => Value::Float(*x),
             Object::Text(text) => Value::Text(text.to_string()),
+            Object::Bytes(bytes) => Value::Bytes(bytes.to_vec()),
             Object::List(entries) => Value::List(list(entries, budget)?),
             Object::Tuple(entries) => Value::Tuple(list(entries, budget)?),
             Object::Dict(pairs) => {
@@ -155,18 +168,52 @@ impl Pickle {
                 }
                 Value::Map(map)
             }
-            Object::Constructed { .. } => match self.sizes(id) {
-                Some(sizes) => Value::Tuple(sizes.into_iter().map(|n| Value::Int(n as i64)).collect()),
-                None => return Err(unfit(format!("an object ({})", self.describe(id)))),
+            Object::Constructed { .. } => match (self.sizes(id), self.bytes_of(id)) {
+                (Some(sizes), _) => Value::Tuple(sizes.into_iter().map(|n| Value::Int(n as i64)).collect()),
+                (None, Some(bytes)) => {
+                    *budget = budget.saturating_sub(bytes.len());
+                    Value::Bytes(bytes)
+                }
+                _ => return Err(unfit(format!("an object ({})", self.describe(id)))),
             },
             _ => return Err(unfit(self.describe(id))),
         })
+    }
+
+    /// The content of a bytes-like object: `bytes` as protocol 2 writes them, a `bytearray` or a `BytesIO`.
+    fn bytes_of(&self, id: ObjectId) -> Option<Vec<u8>> {
+        let Object::Constructed { callable, args, state } = self.get(id) else { return None };
+        let Object::Foreign(names) = self.get(*callable) else { return None };
+        let held = |id: ObjectId| match self.get(id) {
+            Object::Bytes(bytes) => Some(bytes.to_vec()),
+            _ => None,
+        };
+        match (names.0.as_str(), names.1.as_str()) {
+            ("_codecs", "encode") => {
+                let [text, encoding] = self.entries(*args)? else { return None };
+                let latin = self.text(*encoding) == Some("latin1");
+                self.text(*text).filter(|_| latin)?.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect()
+            }
+            ("builtins" | "__builtin__", "bytes" | "bytearray") => match self.entries(*args)? {
+                [] => Some(Vec::new()),
+                [inner] => held(*inner).or_else(|| self.bytes_of(*inner)),
+                // `bytearray(text, "latin-1")`, as protocol 2 writes one.
+                [text, _] => self.text(*text)?.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect(),
+                _ => None,
+            },
+            ("_io", "BytesIO") => {
+                let content = *self.entries((*state)?)?.first()?;
+                held(content).or_else(|| self.bytes_of(content))
+            }
+            _ => None,
+        }
     }
 
     /// Subtracts the cost of an object from a budget; fails if the budget or the depth is used up.
     pub(super) fn spend(&self, id: ObjectId, depth: usize, budget: &mut usize) -> Result<()> {
         let cost = match self.get(id) {
             Object::Text(text) => 1 + text.len(),
+            Object::Bytes(bytes) => 1 + bytes.len(),
             _ => 1,
         };
         if depth == 0 || *budget < cost {
@@ -204,10 +251,10 @@ impl Pickle {
             Object::Dict(_) => "a dict",
             Object::Set(_) => "a set",
             Object::PersistentId(_) => "a storage",
-            Object::Global(names) => return format!("{}.{}", names.0, names.1),
-            Object::Constructed { callable, .. } => match self.global(*callable) {
-                Some((module, name)) => return format!("{module}.{name}"),
-                None => "an object without a class",
+            Object::Global(names) | Object::Foreign(names) => return format!("{}.{}", names.0, names.1),
+            Object::Constructed { callable, .. } => match self.get(*callable) {
+                Object::Global(names) | Object::Foreign(names) => return format!("{}.{}", names.0, names.1),
+                _ => "an object without a class",
             },
         };
         kind.to_string()

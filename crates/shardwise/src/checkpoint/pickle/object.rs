@@ -30,6 +30,8 @@ pub(in crate::checkpoint) enum Object {
     Set(Vec<ObjectId>),
     /// Module and name of a class or function.
     Global(Box<(String, String)>),
+    /// Module and name of a class or function that checkpoints have no use for. Its instances cannot be read.
+    Foreign(Box<(String, String)>),
     /// The result of a call that was recorded and not executed, or an instance of a class.
     Constructed {
         /// The class or function.

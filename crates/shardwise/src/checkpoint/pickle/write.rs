@@ -147,6 +147,15 @@ impl PickleWriter {
             Value::Int(n) => self.int(*n),
             Value::Float(x) => self.float(*x),
             Value::Text(text) => self.text(text),
+            Value::Bytes(bytes) => {
+                // As Python's protocol 2 does it, which `weights_only` accepts.
+                self.global("_codecs", "encode");
+                self.begin_tuple();
+                self.text(&bytes.iter().map(|&byte| char::from(byte)).collect::<String>());
+                self.text("latin1");
+                self.end_tuple();
+                self.call();
+            }
             Value::List(values) => {
                 self.begin_list();
                 values.iter().for_each(|value| self.value(value));

@@ -48,6 +48,8 @@ pub(in crate::checkpoint) enum TorchLeaf {
     Tensor(LocatedTensor),
     /// Any other object that is a plain value.
     Value(Value),
+    /// An object that is neither, and why it cannot be read.
+    Unreadable(String),
 }
 
 impl TorchLeaf {
@@ -55,6 +57,7 @@ impl TorchLeaf {
     pub(in crate::checkpoint) fn add_to(self, contents: &mut Contents, file: &str, path: Vec<Key>) -> Result<()> {
         match self {
             TorchLeaf::Value(value) => contents.add_value(path, value),
+            TorchLeaf::Unreadable(reason) => contents.add_unreadable(path, reason),
             TorchLeaf::Tensor(located) => contents.add_tensor(path, located.whole(file)),
         }
     }
@@ -89,7 +92,7 @@ impl<'a> TorchArchive<'a> {
         if archive.entry(&order).is_ok() && archive.read(&order, 16)? != b"little" {
             return Err(bad("big-endian elements", "little-endian ones"));
         }
-        let pickle = Pickle::read(&archive.read(&format!("{prefix}data.pkl"), MAX_PICKLE)?)?;
+        let pickle = Pickle::read_any(&archive.read(&format!("{prefix}data.pkl"), MAX_PICKLE)?)?;
         Ok(TorchArchive { archive, prefix, pickle })
     }
 
@@ -117,31 +120,43 @@ impl<'a> TorchArchive<'a> {
         leaves: &mut Vec<(Vec<Key>, TorchLeaf)>,
     ) -> Result<()> {
         self.pickle.spend(id, depth, budget)?;
-        if let Some(tensor) = self.tensor(id)? {
+        let located = match self.tensor(id) {
+            Ok(None) => None,
+            Ok(Some(tensor)) => Some(TorchLeaf::Tensor(tensor)),
+            Err(error) => Some(TorchLeaf::Unreadable(unreadable(error)?)),
+        };
+        if let Some(leaf) = located {
             *budget = budget.saturating_sub(length(path));
-            leaves.push((path.clone(), TorchLeaf::Tensor(tensor)));
+            leaves.push((path.clone(), leaf));
             return Ok(());
         }
         let entries = match self.pickle.get(id) {
-            Object::Dict(pairs) => {
+            Object::Dict(pairs) if pairs.iter().all(|&(key, _)| self.pickle.key_text(key).is_some()) => {
                 for &(key, value) in pairs {
                     self.pickle.spend(key, depth, budget)?;
-                    let name = self
-                        .pickle
-                        .key_text(key)
-                        .ok_or_else(|| bad("a dict with keys that are not strings", "strings"))?;
+                    let Some(name) = self.pickle.key_text(key) else { continue };
                     path.push(Key::Name(name));
                     self.visit(value, path, depth - 1, budget, leaves)?;
                     path.pop();
                 }
                 return Ok(());
             }
+            Object::Dict(_) => {
+                let reason = "a dict with keys that are not strings or numbers".to_string();
+                leaves.push((path.clone(), TorchLeaf::Unreadable(reason)));
+                return Ok(());
+            }
             Object::List(entries) if self.holds(&mut entries.iter().copied(), true, depth, budget)? => entries,
             Object::Tuple(entries) if self.holds(&mut entries.iter().copied(), false, depth, budget)? => &entries[..],
             _ => {
                 *budget = budget.saturating_sub(length(path));
-                let value = self.pickle.value(id, depth, budget).map_err(|error| at_key(error, &flat_key(path)))?;
-                leaves.push((path.clone(), TorchLeaf::Value(value)));
+                let leaf = match self.pickle.value(id, depth, budget) {
+                    Ok(value) => TorchLeaf::Value(value),
+                    Err(error) => {
+                        TorchLeaf::Unreadable(unreadable(error).map_err(|error| at_key(error, &flat_key(path)))?)
+                    }
+                };
+                leaves.push((path.clone(), leaf));
                 return Ok(());
             }
         };
@@ -222,7 +237,11 @@ impl<'a> TorchArchive<'a> {
         let element = match (of_storage, dtype) {
             (Some(element), _) => element,
             (None, Some(name)) => ElementType::from_name(name)?,
-            (None, None) => return Err(bad("a tensor without a dtype", "a dtype")),
+            (None, None) => {
+                let found = "a tensor of a type that is not served";
+                let fix = "store it with PyTorch as another type first";
+                return Err(ErrorKind::Unsupported.error("torch.save archive", found, "a type with a dtype", fix));
+            }
         };
         let size = element.size_in_bytes();
         let name = format!("{}data/{key}", self.prefix);
@@ -282,6 +301,16 @@ fn length(path: &[Key]) -> usize {
         Key::Index(_) => 8,
     };
     path.iter().map(step).sum()
+}
+
+/// Why an entry is unreadable, if the error is about its kind and not about a damaged file; else the error.
+pub(in crate::checkpoint) fn unreadable(error: Error) -> Result<String> {
+    match error {
+        Error::Invalid(inner) if matches!(inner.kind, ErrorKind::Unsupported | ErrorKind::UnknownName { .. }) => {
+            Ok(format!("{} {}", inner.what, inner.found))
+        }
+        other => Err(other),
+    }
 }
 
 /// Adds the flat key of an entry to an error.

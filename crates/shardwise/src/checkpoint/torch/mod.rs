@@ -6,14 +6,19 @@ mod archive;
 mod write;
 
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::BufWriter;
+
+use serde_json::Value as Json;
 
 use super::files::Files;
-use super::format::CheckpointFormat;
+use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
 use super::stored::{Contents, INCOMPLETE};
-use super::weight_index::{missing_tensor, read_weight_index};
+use super::weight_index::{index_text, missing_tensor, read_weight_index};
 use crate::error::{ErrorKind, Result};
 
-pub(super) use archive::{TorchArchive, at_key};
+pub(super) use archive::{TorchArchive, TorchLeaf, at_key, unreadable};
+use write::write_state;
 pub(super) use write::{write_tensor, write_value};
 
 /// See the module's documentation.
@@ -21,6 +26,8 @@ pub(super) struct Torch;
 
 /// The index of several files.
 const INDEX: &str = "pytorch_model.bin.index.json";
+/// The file of a directory without an index.
+const SINGLE: &str = "pytorch_model.bin";
 
 impl CheckpointFormat for Torch {
     fn name(&self) -> &'static str {
@@ -28,12 +35,12 @@ impl CheckpointFormat for Torch {
     }
 
     fn about(&self) -> &'static str {
-        "A torch.save file, or several with an index (read only)"
+        "A torch.save file of whole tensors, or several with an index"
     }
 
     /// Any single file: this format is tried last, and its error describes best what is wrong with some other file.
     fn detect(&self, files: &Files) -> bool {
-        files.single_file().is_some() || files.size(INDEX).is_some()
+        files.single_file().is_some() || [INDEX, SINGLE].iter().any(|name| files.size(name).is_some())
     }
 
     /// Nested dicts and lists become dotted keys, as in a DCP checkpoint.
@@ -41,29 +48,78 @@ impl CheckpointFormat for Torch {
         if let Some(name) = files.single_file() {
             return contents(files, name);
         }
+        if files.size(INDEX).is_none() {
+            return contents(files, SINGLE);
+        }
         let index = read_weight_index(files, INDEX)?;
-        let names: BTreeSet<&String> = index.values().collect();
+        let mut names: BTreeSet<&String> = index.values().collect();
+        // A rank that had no tensor to write may have written the values: its file has the number of files in its name too.
+        let all_names = files.names()?;
+        let count_of = |name: &str| name.rsplit_once("-of-").map(|(_, count)| count.to_string());
+        let counts: BTreeSet<_> = names.iter().filter_map(|name| count_of(name)).collect();
+        names.extend(
+            all_names.iter().filter(|name| self.owns(name) && count_of(name).is_some_and(|c| counts.contains(&c))),
+        );
         let mut all = Contents::default();
         for name in names {
             let found = contents(files, name)?;
             // If two files have a tensor, the index decides.
             let of_file = |key: &String| index.get(key) == Some(name);
+            let of_values = |key: &String| found.values.contains_key(key) || found.unreadable.contains_key(key);
+            all.paths.extend(found.paths.iter().filter(|(key, _)| of_values(key)).map(|(k, p)| (k.clone(), p.clone())));
+            all.values.extend(found.values);
+            all.unreadable.extend(found.unreadable);
             all.tensors.extend(found.tensors.into_iter().filter(|(key, _)| of_file(key)));
             all.paths.extend(found.paths.into_iter().filter(|(key, _)| of_file(key)));
         }
-        match index.keys().find(|key| !all.tensors.contains_key(*key)) {
+        match index.keys().find(|key| !all.tensors.contains_key(*key) && !all.unreadable.contains_key(*key)) {
             Some(missing) => Err(missing_tensor(missing, INCOMPLETE)),
             None => Ok(all),
         }
     }
 
-    fn owns(&self, _: &str) -> bool {
-        false
+    fn owns(&self, name: &str) -> bool {
+        name == INDEX || name.starts_with("pytorch_model") && name.ends_with(".bin")
     }
 
     /// The checkpoint is a single file, or those of an index: other files of its directory do not matter.
     fn belongs(&self, _: &str) -> bool {
         true
+    }
+
+    fn writer(&self) -> Option<&dyn FormatWriter> {
+        Some(self)
+    }
+}
+
+/// Whole tensors in files that `torch.load` returns as nested dicts and lists. A save by several ranks writes one file per rank
+/// that has tensors to write, with an index, and refuses parts of tensors; conversions write whole tensors.
+impl FormatWriter for Torch {
+    fn values(&self) -> ValueStorage {
+        ValueStorage::InFiles
+    }
+
+    fn torch_state(&self) -> bool {
+        true
+    }
+
+    fn file_name(&self, file: FileRole) -> String {
+        match file {
+            FileRole::Whole { count: 1, .. } | FileRole::OfRank { ranks: 1, .. } => SINGLE.to_string(),
+            FileRole::Whole { index, count } | FileRole::OfRank { rank: index, ranks: count, .. } => {
+                format!("pytorch_model-{:05}-of-{count:05}.bin", index + 1)
+            }
+        }
+    }
+
+    fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile> {
+        let chunks = write_state(out, &file)?;
+        Ok(WrittenFile { name: file.name.to_string(), chunks, note: Json::Null })
+    }
+
+    fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
+        let is_single = matches!(files, [file] if file.name == SINGLE);
+        Ok(if is_single { None } else { Some((INDEX.to_string(), index_text(&contents.tensors)?.into_bytes())) })
     }
 }
 
@@ -73,9 +129,13 @@ fn contents(files: &Files, name: &str) -> Result<Contents> {
     let mut contents = Contents::default();
     for (path, leaf) in saved.flatten(&[])? {
         if path.is_empty() {
+            let found = match leaf {
+                TorchLeaf::Unreadable(reason) => format!("nothing but {reason}; nothing was executed"),
+                _ => "one tensor or value".to_string(),
+            };
             let needed = "a dict or list of tensors";
             let fix = "save {\"name\": tensor}";
-            return Err(ErrorKind::Unsupported.error("torch.save file", "one tensor or value", needed, fix));
+            return Err(ErrorKind::Unsupported.error("torch.save file", found, needed, fix));
         }
         leaf.add_to(&mut contents, name, path)?;
     }

@@ -10,7 +10,10 @@ use parking_lot::{Condvar, Mutex};
 
 use super::mailbox::{Envelope, Mailbox};
 use super::meeting::{Meeting, PhaseWaiter};
+use crate::comm::Trace;
+use crate::comm::dump::RankDump;
 use crate::comm::host::{launch_ended_error, thread_number, wrong_thread_error};
+use crate::comm::waiting::while_waiting;
 use crate::error::{Error, RankCall, Result};
 
 /// The shared state of one world.
@@ -19,6 +22,8 @@ pub(super) struct Hub {
     /// Meetings by their ranks. They live as long as the world.
     meetings: Mutex<HashMap<Vec<usize>, Arc<Meeting>>>,
     pub(super) mailbox: Mailbox,
+    /// The traces of the ranks that have begun, for dumps.
+    traces: Mutex<HashMap<usize, Trace>>,
     /// Whether there are at least as many cores as ranks, so that a spinning rank takes no core from another.
     core_per_rank: bool,
     ranks: Vec<RankState>,
@@ -82,6 +87,7 @@ impl Hub {
             deadline,
             meetings: Mutex::default(),
             mailbox: Mailbox::default(),
+            traces: Mutex::default(),
             core_per_rank,
             ranks: (0..size).map(|_| rank()).collect(),
             failed: AtomicBool::new(false),
@@ -103,6 +109,20 @@ impl Hub {
         let meeting = Arc::new(Meeting::new(ranks.to_vec()));
         meetings.insert(ranks.to_vec(), Arc::clone(&meeting));
         meeting
+    }
+
+    /// Keeps the trace of a rank for its dump.
+    pub(super) fn keep_trace(&self, rank: usize, trace: &Trace) {
+        self.traces.lock().insert(rank, trace.clone());
+    }
+
+    /// Describes a rank that ended, or did not, with this error.
+    pub(super) fn dump(&self, rank: usize, error: Option<&Error>) -> RankDump {
+        let trace = self.traces.lock().get(&rank).cloned();
+        let mut dump = RankDump::new(rank, self.size(), error, trace.as_ref());
+        dump.is_first &= self.first_failed().is_none_or(|first| first == rank);
+        dump.unreceived = self.mailbox.sent_by(rank);
+        dump
     }
 
     /// Records that a rank failed: every pending and later call of the other ranks is an error that names it.
@@ -194,6 +214,7 @@ impl Hub {
         missing: impl Fn() -> Vec<usize>,
         wait: impl Fn() -> Wait,
     ) -> Result<()> {
+        let _waiting = while_waiting();
         if self.spin(&ready) {
             return Ok(());
         }

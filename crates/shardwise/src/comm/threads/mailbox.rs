@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 
+use crate::comm::dump::DumpedMessage;
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
 
@@ -22,6 +23,16 @@ pub(super) struct Envelope {
 pub(super) struct PostedMessage {
     pub(super) content: Result<Tensor>,
     pub(super) site: Site,
+}
+
+impl PostedMessage {
+    /// Type and shape of the tensor.
+    fn describe(&self) -> String {
+        match &self.content {
+            Ok(tensor) => TensorMeta::new(tensor.dims(), tensor.dtype()).to_string(),
+            Err(_) => "a tensor that was refused".to_string(),
+        }
+    }
 }
 
 #[derive(Default)]
@@ -55,15 +66,31 @@ impl Mailbox {
         message
     }
 
+    /// The messages that a rank sent and that were not received, by receiver and tag.
+    pub(super) fn sent_by(&self, rank: usize) -> Vec<DumpedMessage> {
+        let messages = self.messages.lock();
+        let mut found: Vec<DumpedMessage> = messages
+            .iter()
+            .filter(|(envelope, _)| envelope.from == rank)
+            .flat_map(|(envelope, queue)| {
+                queue.iter().map(|message| DumpedMessage {
+                    to: envelope.to,
+                    tag: envelope.tag,
+                    what: message.describe(),
+                    site: message.site.to_string(),
+                })
+            })
+            .collect();
+        found.sort_by_key(|message| (message.to, message.tag));
+        found
+    }
+
     /// The error of a message that was never received, with its sender; the first by sender, receiver and tag.
     pub(super) fn unreceived(&self) -> Option<(usize, Error)> {
         let messages = self.messages.lock();
         let (envelope, queue) = messages.iter().min_by_key(|(e, _)| (e.from, e.to, e.tag))?;
-        let PostedMessage { content, site } = queue.front()?;
-        let what = match content {
-            Ok(tensor) => TensorMeta::new(tensor.dims(), tensor.dtype()).to_string(),
-            Err(_) => "a tensor that was refused".to_string(),
-        };
-        Some((envelope.from, Error::Unreceived { from: envelope.from, to: envelope.to, what, site: site.to_string() }))
+        let message = queue.front()?;
+        let (what, site) = (message.describe(), message.site.to_string());
+        Some((envelope.from, Error::Unreceived { from: envelope.from, to: envelope.to, what, site }))
     }
 }

@@ -14,7 +14,7 @@ use crate::comm::{Call, Communicator, ExposedTensors};
 use crate::error::{Error, ErrorKind, RankCall, Result, Site};
 use crate::layout::TensorMeta;
 use crate::mesh::Network;
-use shardwise_kernels::{check_supported, own_copy};
+use shardwise_kernels::{check_stored, own_copy};
 
 pub(super) struct Member {
     hub: Arc<Hub>,
@@ -109,7 +109,7 @@ impl Communicator for Member {
             return Err(Error::PeerLeft { rank: to, call: describe() });
         }
         // The receiver may read it at any time, so it must be memory that the sender cannot overwrite.
-        let content = check_supported(tensor).and_then(|()| own_copy(tensor)).map_err(Error::from);
+        let content = check_stored(tensor).and_then(|()| own_copy(tensor)).map_err(Error::from);
         let refused = content.as_ref().err().cloned();
         self.hub.mailbox.post(envelope, PostedMessage { content, site });
         self.hub.wake(to);

@@ -9,6 +9,7 @@ mod mailbox;
 mod meeting;
 mod member;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -17,6 +18,7 @@ use hub::Hub;
 use member::Member;
 
 use super::World;
+use super::dump::{self, DUMP_DIR_VARIABLE, RankDump};
 use super::host::{available_cores, catch_panic, failure_text, limit_candle_threads, rank_pool};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -87,6 +89,7 @@ pub struct ThreadWorld {
     ranks: usize,
     deadline: Duration,
     kernel_threads: usize,
+    dump_dir: Option<PathBuf>,
 }
 
 /// The default deadline: longer than any healthy step or checkpoint of one rank, short enough to notice a hang.
@@ -109,7 +112,9 @@ impl ThreadWorld {
                 "launch at least one rank",
             ));
         }
-        Ok(ThreadWorld { ranks, deadline: DEFAULT_DEADLINE, kernel_threads: (available_cores() / ranks).max(1) })
+        let kernel_threads = (available_cores() / ranks).max(1);
+        let dump_dir = std::env::var_os(DUMP_DIR_VARIABLE).map(PathBuf::from);
+        Ok(ThreadWorld { ranks, deadline: DEFAULT_DEADLINE, kernel_threads, dump_dir })
     }
 
     /// Sets how long a rank waits in one call for another rank before all ranks get [`Error::Timeout`]; 300 s by default.
@@ -122,6 +127,16 @@ impl ThreadWorld {
     /// Sets how many threads the kernels of each rank may use: by default the cores divided by the ranks, at least one.
     pub fn kernel_threads(mut self, threads: usize) -> Self {
         self.kernel_threads = threads.max(1);
+        self
+    }
+
+    /// Sets the directory to which a run that fails writes a [dump](super::RankDump) of every rank: its last collectives, the one that
+    /// it was in, messages that were not received. By default that of the environment variable `SHARDWISE_DUMP_DIR`, else none.
+    /// `shardwise report DIR` shows dumps. The parent of the directory must exist, or no dump is written.
+    #[doc(alias = "TORCH_NCCL_DUMP_ON_TIMEOUT")]
+    #[doc(alias = "flight recorder")]
+    pub fn dump_dir(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.dump_dir = Some(directory.into());
         self
     }
 
@@ -159,6 +174,7 @@ impl ThreadWorld {
                 }
             }
             collect(&hub, &mut results, &reports);
+            self.dump_failure(&hub, results.iter().map(|result| result.as_ref().and_then(|r| r.as_ref().err())));
             if let Some(stuck) = results.iter().flatten().find_map(|r| r.as_ref().err().filter(|e| is_stuck(e))) {
                 eprintln!("{stuck}; it may use what it borrowed, so the process ends here");
                 std::process::abort();
@@ -203,7 +219,17 @@ impl ThreadWorld {
         }
         drop(report);
         collect(&hub, &mut results, &reports);
+        self.dump_failure(&hub, results.iter().map(|result| result.as_ref().and_then(|r| r.as_ref().err())));
         ended(&hub, results)
+    }
+
+    /// Writes the dumps of all ranks if one has failed.
+    fn dump_failure<'a>(&self, hub: &Hub, errors: impl Iterator<Item = Option<&'a Error>> + Clone) {
+        let Some(directory) = self.dump_dir.as_ref().filter(|_| errors.clone().any(|error| error.is_some())) else {
+            return;
+        };
+        let dumps: Vec<RankDump> = errors.enumerate().map(|(rank, error)| hub.dump(rank, error)).collect();
+        dump::write_all(directory, &dumps);
     }
 
     fn hub(&self) -> Arc<Hub> {
@@ -253,6 +279,7 @@ fn all_or_first_error<T>(results: Vec<Result<T>>, first_failed: Option<usize>) -
 /// Runs the program of one rank, catches panics, and records how it ended for the other ranks.
 fn run_rank<T>(hub: &Arc<Hub>, rank: usize, program: &(impl Fn(World) -> Result<T> + ?Sized)) -> Result<T> {
     let world = World::new(Arc::new(Member::of_world(Arc::clone(hub), rank)));
+    hub.keep_trace(rank, world.trace());
     let result = catch_panic(rank, || program(world));
     if let Err(error) = &result {
         hub.fail(rank, failure_text(error));

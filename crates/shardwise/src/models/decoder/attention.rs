@@ -45,7 +45,7 @@ pub(in crate::models) struct AttentionCall<'a> {
     /// Position of the first row of the input.
     pub(in crate::models) first: usize,
     pub(in crate::models) rotary: Option<&'a Arc<RotaryFrequencies>>,
-    /// Zeros mask keys; `[batch, 1, 1, positions]`.
+    /// Zeros mask keys; `[batch, 1, 1, positions]`, or `[batch, 1, positions, positions]` without a cache.
     pub(in crate::models) mask: Option<&'a DTensor>,
     /// The cache, and the number of the layer.
     pub(in crate::models) cache: Option<(&'a mut KvCache, usize)>,
@@ -135,6 +135,7 @@ impl DecoderAttention {
             soft_cap,
             dropout: 0.0,
             query_offset: first as isize - first_key as isize,
+            block_mask: None,
         };
         let mixed = queries.scaled_dot_product_attention(&keys, &values, options)?;
         self.output.forward(&mixed.transpose(-3, -2)?.flatten(-2, -1)?)

@@ -7,6 +7,7 @@ use candle_core::{DType, Tensor};
 use super::attention::linear;
 use super::mlp::DecoderMlp;
 use super::spec::{ExpertsSpec, MlpSpec};
+use crate::autograd::first_derivative_only;
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::nn::init::Init;
@@ -108,7 +109,14 @@ impl Experts {
                 return Err(ErrorKind::shape(x.shape()).error("input of experts", x.layout(), needed, "reshape it"));
             };
             let rows = |t: &DTensor| t.flatten(0, 1);
-            let operands = [rows(x)?, rows(chosen)?, rows(weights)?, self.gate.get(), self.up.get(), self.down.get()];
+            let operands = [
+                rows(x)?,
+                rows(chosen)?,
+                rows(weights)?,
+                self.gate.forward_value()?,
+                self.up.forward_value()?,
+                self.down.forward_value()?,
+            ];
             let op = ExpertMlp { activation: self.activation };
             let found = op::apply(&op, &operands.iter().collect::<Vec<_>>())?.swap_remove(0);
             found.unflatten(0, &[batch as isize, length as isize])
@@ -191,6 +199,7 @@ impl Op for ExpertMlp {
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
             let Some(g) = &gradients[0] else { return Ok(vec![None; 6]) };
+            first_derivative_only(op.name())?;
             let inputs: Vec<DTensor> = (0..6).map(|i| saved.input(i)).collect();
             let inputs: Vec<&DTensor> = inputs.iter().chain([g]).collect();
             let found = op::apply(&ExpertMlpBackward(*op), &inputs)?;
@@ -225,7 +234,7 @@ impl Op for ExpertMlpBackward {
         3 * self.0.flops(inputs, outputs)
     }
 
-    /// Runs in backward passes, which have no second derivative through experts.
+    /// Runs in backward passes that are not recorded; the second derivative is refused.
     fn gradient(&self) -> Gradient<Self> {
         Gradient::NotDifferentiable
     }

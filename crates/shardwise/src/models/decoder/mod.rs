@@ -93,17 +93,25 @@ impl Decoder {
         })
     }
 
+    /// As `forward`, with the positions of tokens in their documents; see
+    /// [`PretrainedModel::forward_documents`](super::PretrainedModel::forward_documents).
+    #[track_caller]
+    pub(super) fn forward_documents(&self, ids: &DTensor, positions: &DTensor) -> Result<DTensor> {
+        self.hooks.run(ids, |ids| self.run(ids, Some(positions), None, Logits::All, &mut |_| Ok(())))
+    }
+
     /// Logits of ids `[batch, length]`; `visit` sees the embedding output, the output of every block but the last, and the
     /// output of the final norm.
     #[track_caller]
     pub(super) fn run(
         &self,
         ids: &DTensor,
+        documents: Option<&DTensor>,
         mut cache: Option<&mut KvCache>,
         logits: Logits,
         visit: &mut dyn FnMut(&DTensor) -> Result<()>,
     ) -> Result<DTensor> {
-        let hidden = self.hidden(ids, &mut cache, visit)?;
+        let hidden = self.hidden(ids, documents, &mut cache, visit)?;
         let hidden = match logits {
             Logits::All => hidden,
             Logits::Last => hidden.select(1, ids.shape()[1] as isize - 1)?,
@@ -120,6 +128,7 @@ impl Decoder {
     fn hidden(
         &self,
         ids: &DTensor,
+        documents: Option<&DTensor>,
         cache: &mut Option<&mut KvCache>,
         visit: &mut dyn FnMut(&DTensor) -> Result<()>,
     ) -> Result<DTensor> {
@@ -141,15 +150,24 @@ impl Decoder {
             x = x.mul_scalar(scale)?;
         }
         if let Some(table) = &self.positions {
-            x = x.add(&self.position_rows(&table.get(), ids, first, padding.as_deref())?)?;
+            let table = table.forward_value()?;
+            let rows = match documents {
+                Some(positions) => table.embedding(positions)?,
+                None => self.position_rows(&table, ids, first, padding.as_deref())?,
+            };
+            x = x.add(&rows)?;
         }
         let mut x = self.dropout.forward(&x)?;
         visit(&x)?;
-        let mask = padding.map(|padding| {
+        let padded = padding.map(|padding| {
             let real = move |i: &[usize]| f64::from(u8::from(i[3] >= padding[i[0]]));
             DTensor::from_fn(((rows, 1, 1, first + length), DType::U8), ids.device_mesh(), batch_placed(ids), real)
         });
-        let mask = mask.transpose()?;
+        // A cache has no documents, and documents no padding on their left.
+        let mask = match documents {
+            Some(positions) => Some(document_mask(ids, positions)?),
+            None => padded.transpose()?,
+        };
         let angles: Vec<Arc<RotaryFrequencies>> = self
             .spec
             .ropes
@@ -209,8 +227,23 @@ fn batch_placed(ids: &DTensor) -> Vec<Placement> {
     placements.map(|(axis, p)| if rows.contains(&axis) { p.clone() } else { Placement::Replicate }).collect()
 }
 
+/// Ones where a key belongs to the document of a query or follows it, `[batch, 1, queries, keys]`, of the positions of tokens in
+/// their documents. What follows a query is masked anyway, because attention is causal.
+fn document_mask(ids: &DTensor, positions: &DTensor) -> Result<DTensor> {
+    if positions.shape() != ids.shape() || positions.dtype().is_float() {
+        let found = format!("{} {}", positions.dtype().as_str(), positions.layout());
+        let needed = format!("integers {:?}, as the ids", ids.shape());
+        let fix = "use `data::PackedSequences::with_positions`";
+        return Err(ErrorKind::shape(positions.shape()).error("positions in documents", found, needed, fix));
+    }
+    let (mesh, length) = (positions.device_mesh(), positions.shape()[1] as i64);
+    let index = DTensor::arange(0..length, DType::I64, mesh, vec![Placement::Replicate; mesh.mesh().ndim()])?;
+    let starts = index.sub(&positions.to_dtype(DType::I64)?)?;
+    starts.unsqueeze(-1)?.le(&index)?.unsqueeze(1)
+}
+
 impl Forward for Decoder {
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        self.hooks.run(ids, |ids| self.run(ids, None, Logits::All, &mut |_| Ok(())))
+        self.hooks.run(ids, |ids| self.run(ids, None, None, Logits::All, &mut |_| Ok(())))
     }
 }

@@ -35,11 +35,14 @@ impl FeatureNorm {
 
 impl Forward for FeatureNorm {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let (weight, eps) = (self.weight.get(), self.spec.eps);
-        self.hooks.run(x, |x| match self.spec.kind {
-            NormKind::Rms => x.rms_norm(1, Some(&weight), eps),
-            NormKind::RmsPlusOne => x.rms_norm(1, Some(&weight.add_scalar(1.0)?), eps),
-            NormKind::Layer => x.layer_norm(1, Some(&weight), self.bias.as_ref().map(Param::get).as_ref(), eps),
+        self.hooks.run(x, |x| {
+            let (weight, eps) = (self.weight.forward_value()?, self.spec.eps);
+            let bias = self.bias.as_ref().map(Param::forward_value).transpose()?;
+            match self.spec.kind {
+                NormKind::Rms => x.rms_norm(1, Some(&weight), eps),
+                NormKind::RmsPlusOne => x.rms_norm(1, Some(&weight.add_scalar(1.0)?), eps),
+                NormKind::Layer => x.layer_norm(1, Some(&weight), bias.as_ref(), eps),
+            }
         })
     }
 }

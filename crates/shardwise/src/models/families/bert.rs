@@ -33,8 +33,22 @@ pub(super) const NAMES: &[NameEntry] = &[
     module("pooler.dense", &["pooler"]),
 ];
 
-/// Reads the fields that BERT and RoBERTa share.
+/// Values of absent fields.
+pub(super) struct BertDefaults {
+    pub(super) vocab_size: usize,
+    pub(super) width: usize,
+    pub(super) heads: usize,
+    /// Features inside an MLP.
+    pub(super) hidden: usize,
+}
+
+/// Reads the fields of BERT, with its sizes where they are absent and this vocabulary.
 pub(super) fn read_bert(fields: &ConfigFields<'_>, vocab_size: usize) -> Result<EncoderSpec> {
+    read_bert_like(fields, &BertDefaults { vocab_size, width: 768, heads: 12, hidden: 3072 })
+}
+
+/// Reads the fields that BERT and its successors share.
+pub(super) fn read_bert_like(fields: &ConfigFields<'_>, defaults: &BertDefaults) -> Result<EncoderSpec> {
     fields.only("is_decoder", false)?;
     fields.only("add_cross_attention", false)?;
     if fields.text("position_embedding_type")?.is_some_and(|kind| kind != "absolute") {
@@ -42,16 +56,19 @@ pub(super) fn read_bert(fields: &ConfigFields<'_>, vocab_size: usize) -> Result<
     }
     // Heads alone are tied.
     fields.flag("tie_word_embeddings", true)?;
+    let width = fields.size_or("hidden_size", defaults.width)?;
     Ok(EncoderSpec {
-        vocab_size: fields.size_or("vocab_size", vocab_size)?,
-        width: fields.size_or("hidden_size", 768)?,
+        vocab_size: fields.size_or("vocab_size", defaults.vocab_size)?,
+        width,
+        embedding_width: width,
         layers: fields.count_or("num_hidden_layers", 12)?,
-        heads: fields.size_or("num_attention_heads", 12)?,
-        hidden: fields.size_or("intermediate_size", 3072)?,
+        heads: fields.size_or("num_attention_heads", defaults.heads)?,
+        hidden: fields.size_or("intermediate_size", defaults.hidden)?,
         activation: fields.activation("hidden_act", Activation::Gelu)?,
         positions: fields.size_or("max_position_embeddings", 512)?,
         first_position: 0,
         token_types: fields.size_or("type_vocab_size", 2)?,
+        distance_buckets: 0,
         eps: fields.number_or("layer_norm_eps", 1e-12)?,
         pooler: true,
     })

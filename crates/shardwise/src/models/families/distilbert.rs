@@ -21,9 +21,11 @@ pub(super) static FAMILY: Family = Family {
         for name in ["tie_weights_", "tie_word_embeddings"] {
             fields.flag(name, true)?;
         }
+        let width = fields.size_or("dim", 768)?;
         Ok(Architecture::Encoder(EncoderSpec {
             vocab_size: fields.size_or("vocab_size", 30522)?,
-            width: fields.size_or("dim", 768)?,
+            width,
+            embedding_width: width,
             layers: fields.count_or("n_layers", 6)?,
             heads: fields.size_or("n_heads", 12)?,
             hidden: fields.size_or("hidden_dim", 3072)?,
@@ -31,6 +33,7 @@ pub(super) static FAMILY: Family = Family {
             positions: fields.size_or("max_position_embeddings", 512)?,
             first_position: 0,
             token_types: 0,
+            distance_buckets: 0,
             // Not in the configuration.
             eps: 1e-12,
             pooler: false,

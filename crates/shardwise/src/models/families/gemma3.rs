@@ -19,13 +19,13 @@ pub(super) static FAMILY: Family = Family {
         let mut spec = read_llama_like(fields, &defaults)?;
         read_gemma(fields, &mut spec)?;
         spec.attention.query_key_norm = QueryKeyNorm::PerHead;
-        spec.attention.soft_cap = fields.number("attn_logit_softcapping")?;
+        // Without effect: transformers reads this field, which comes from Gemma 2, and caps no scores with it.
+        fields.number("attn_logit_softcapping")?;
         spec.logit_soft_cap = fields.number("final_logit_softcapping")?;
         let layers = spec.layers.len();
-        let pattern = match fields.size("sliding_window_pattern")? {
-            Some(pattern) => pattern,
-            None => fields.size_or("_sliding_window_pattern", 6)?,
-        };
+        // Written under both names, also beside `layer_types`, which decides where it is there.
+        let hidden_pattern = fields.size_or("_sliding_window_pattern", 6)?;
+        let pattern = fields.size_or("sliding_window_pattern", hidden_pattern)?;
         if pattern == 0 {
             return Err(fields.bad("sliding_window_pattern", "at least 1"));
         }

@@ -4,7 +4,11 @@
 //! add one, write such a file and list it in [`FAMILIES`].
 
 mod bert;
+mod camembert;
+#[cfg(test)]
+mod default_configurations;
 mod distilbert;
+mod electra;
 mod gemma2;
 mod gemma3;
 mod gpt2;
@@ -12,6 +16,7 @@ mod gpt_neox;
 mod llama;
 mod mistral;
 mod mixtral;
+mod mpnet;
 mod olmoe;
 mod phi3;
 mod qwen2;
@@ -19,6 +24,7 @@ mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
 mod roberta;
+mod xlm_roberta;
 
 use std::collections::BTreeMap;
 
@@ -32,7 +38,9 @@ use crate::param::Param;
 /// All families, in alphabetical order.
 const FAMILIES: &[&Family] = &[
     &bert::FAMILY,
+    &camembert::FAMILY,
     &distilbert::FAMILY,
+    &electra::FAMILY,
     &gemma2::FAMILY,
     &gemma3::FAMILY,
     &gpt2::FAMILY,
@@ -40,6 +48,7 @@ const FAMILIES: &[&Family] = &[
     &llama::FAMILY,
     &mistral::FAMILY,
     &mixtral::FAMILY,
+    &mpnet::FAMILY,
     &olmoe::FAMILY,
     &phi3::FAMILY,
     &qwen2::FAMILY,
@@ -47,6 +56,7 @@ const FAMILIES: &[&Family] = &[
     &qwen3::FAMILY,
     &qwen3_moe::FAMILY,
     &roberta::FAMILY,
+    &xlm_roberta::FAMILY,
 ];
 
 /// A family of models, as Hugging Face's `transformers` names them.

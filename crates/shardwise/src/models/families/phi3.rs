@@ -27,6 +27,10 @@ pub(super) static FAMILY: Family = Family {
         // The fused matrices have no biases.
         fields.only("attention_bias", false)?;
         fields.only("mlp_bias", false)?;
+        // In files of Phi-4-mini; the model that reads them has no use for them.
+        for name in ["full_attn_mod", "interpolate_factor"] {
+            fields.number(name)?;
+        }
         Ok(Architecture::Decoder(spec))
     },
 };

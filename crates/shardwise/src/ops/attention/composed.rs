@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::placement::Placement;
 use crate::random::{Distribution, Generator};
 use crate::tensor::{DTensor, RandomOptions};
+use shardwise_kernels::attention::BlockMask;
 
 /// The operands of one call; a mask has the dimensions of the scores, aligned at the last.
 pub(super) struct Composed<'a> {
@@ -77,6 +78,17 @@ impl Composed<'_> {
         if self.params.grouped { t.sum(&[-3], false) } else { Ok(t.clone()) }
     }
 
+    /// A mask by blocks as a tensor with the dimensions of the scores.
+    #[track_caller]
+    fn dense(&self, blocks: &BlockMask) -> Result<DTensor> {
+        let [batches, heads, queries, keys] = blocks.sizes();
+        let outer = &self.q.shape()[..self.q.ndim() - 2];
+        let first_head = outer.len() - 1 - usize::from(self.params.grouped);
+        let size = |(d, &n): (usize, &usize)| if (if d < first_head { batches } else { heads }) == 1 { 1 } else { n };
+        let shape: Vec<usize> = outer.iter().enumerate().map(size).chain([queries, keys]).collect();
+        self.q.constant(&blocks.to_tensor()?.reshape(shape)?)
+    }
+
     #[track_caller]
     fn probabilities(&self) -> Result<Probabilities> {
         let params = self.params;
@@ -92,6 +104,9 @@ impl Composed<'_> {
                 true => scores.add(&mask.to_dtype(scores.dtype())?)?,
                 false => scores.masked_fill(&mask.eq(0.0)?, f64::NEG_INFINITY)?,
             };
+        }
+        if let Some(blocks) = &params.blocks {
+            scores = scores.masked_fill(&self.dense(blocks)?.eq(0.0)?, f64::NEG_INFINITY)?;
         }
         if params.causal || params.window.is_some() {
             let oldest = params.window.map(|window| params.query_offset.saturating_sub_unsigned(window));

@@ -3,6 +3,7 @@
 mod composed;
 mod operator;
 mod params;
+mod projected;
 mod rotary;
 
 use std::panic::Location;
@@ -12,11 +13,14 @@ use candle_core::DType;
 use super::scalar::Scalar;
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
+use crate::op::{for_product, product_dtype};
 use crate::random::Distribution;
 use crate::tensor::{DTensor, agreed_draw};
 use composed::Composed;
 use params::{AttentionParams, DropoutDraw};
+pub use projected::MultiHeadOptions;
 pub(crate) use rotary::RotaryFrequencies;
+pub use shardwise_kernels::attention::BlockMask;
 
 /// Options of [`scaled_dot_product_attention`](DTensor::scaled_dot_product_attention): what a query sees, and what happens to its
 /// scores.
@@ -53,6 +57,26 @@ pub struct AttentionOptions<'a> {
     /// the number of keys minus that of queries, PyTorch's `causal_lower_right`; the default 0 is `causal_upper_left`.
     #[doc(alias = "causal_lower_right")]
     pub query_offset: isize,
+    /// A mask by blocks, in addition to the masks above: blocks of scores in which nothing is seen are skipped. PyTorch's
+    /// `block_mask` of `flex_attention`. Belongs to the full scores, whatever the layouts are; the same on every rank.
+    ///
+    /// ```
+    /// use shardwise::ops::{AttentionOptions, BlockMask};
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let x = DTensor::randn((1, 4, 96, 8), &mesh, [Shard(1)])?; // heads are sharded
+    ///     let documents = BlockMask::documents(&[[vec![0; 40], vec![1; 56]].concat()])?;
+    ///     let mask = documents.and(&BlockMask::causal(96, 96))?;
+    ///     let options = AttentionOptions { block_mask: Some(&mask), ..Default::default() };
+    ///     assert_eq!(x.scaled_dot_product_attention(&x, &x, options)?.placements(), [Shard(1)]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "create_block_mask")]
+    pub block_mask: Option<&'a BlockMask>,
 }
 
 impl DTensor {
@@ -71,8 +95,9 @@ impl DTensor {
     ///
     /// # Errors
     /// If leading sizes or types differ, the number of query heads is not a multiple of that of key heads, the mask does not
-    /// broadcast to the scores, or `dropout` is not at least 0 and below 1.
+    /// broadcast to the scores, a block mask has other sizes, or `dropout` is not at least 0 and below 1.
     #[doc(alias = "flash_attention")]
+    #[doc(alias = "flex_attention")]
     #[doc(alias = "sdpa")]
     #[track_caller]
     pub fn scaled_dot_product_attention(
@@ -113,6 +138,12 @@ impl DTensor {
 
     #[track_caller]
     fn attend(&self, keys: &DTensor, values: &DTensor, options: AttentionOptions<'_>) -> Result<[DTensor; 2]> {
+        let all = [self, keys, values];
+        if all.iter().any(|x| product_dtype(x.dtype()) != x.dtype()) && all.iter().all(|x| x.dtype() != DType::F64) {
+            let mask = options.mask.map(for_product).transpose()?;
+            let options = AttentionOptions { mask: mask.as_ref(), ..options };
+            return for_product(self)?.attend(&for_product(keys)?, &for_product(values)?, options);
+        }
         let dtype = dtype::promote(dtype::promote(self.dtype(), keys.dtype()), values.dtype());
         if dtype.is_float() && [self, keys, values].iter().any(|x| x.dtype() != dtype) {
             return self.to_dtype(dtype)?.attend(&keys.to_dtype(dtype)?, &values.to_dtype(dtype)?, options);
@@ -149,7 +180,7 @@ impl DTensor {
         options: &AttentionOptions<'_>,
         grouped: bool,
     ) -> Result<AttentionParams> {
-        let [.., length, size] = *self.shape() else { unreachable!("checked before") };
+        let [ref batch @ .., heads, length, size] = *self.shape() else { unreachable!("checked before") };
         if !(0.0..1.0).contains(&options.dropout) || options.soft_cap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
             let found = format!("dropout {} and soft cap {:?}", options.dropout, options.soft_cap);
             return Err(ErrorKind::Argument.error(
@@ -158,6 +189,21 @@ impl DTensor {
                 "a dropout of at least 0 and below 1, and a soft cap above 0",
                 "correct the options",
             ));
+        }
+        if let Some(mask) = options.block_mask {
+            let scores = [batch.iter().product(), heads, length, keys.shape()[keys.ndim() - 2]];
+            let sizes = mask.sizes();
+            if !(0..4).all(|d| sizes[d] == scores[d] || d < 2 && sizes[d] == 1) {
+                let found =
+                    format!("{sizes:?} in scaled_dot_product_attention of {} and {}", self.layout(), keys.layout());
+                let needed = format!("{scores:?} [batches, heads, queries, keys], or 1 batch or head for all");
+                return Err(ErrorKind::shape(&sizes).error(
+                    "sizes of a block mask",
+                    found,
+                    needed,
+                    "build it for these scores",
+                ));
+            }
         }
         let dropout = match options.dropout {
             0.0 => None,
@@ -176,6 +222,7 @@ impl DTensor {
             window: options.window,
             soft_cap: options.soft_cap.map(Scalar),
             query_offset: options.query_offset,
+            blocks: options.block_mask.cloned(),
             dropout,
             grouped,
         })
@@ -246,12 +293,17 @@ pub(super) const OPS: &[OpEntry] = &[
                 soft_cap: Some(2.0),
                 dropout: 0.4,
                 query_offset: 1,
+                block_mask: None,
             };
             q.device_mesh().manual_seed(7);
             let (result, logsumexp) = q.attention_with_logsumexp(&x[1], &x[2], all)?;
             let attend = |options| q.scaled_dot_product_attention(&x[1], &x[2], options);
             let plain = attend(AttentionOptions::default())?;
-            Ok(vec![plain, attend(causal)?, attend(masked)?, result, logsumexp])
+            let [.., heads, queries, _] = *q.shape() else { unreachable!("attention has succeeded") };
+            let sizes = [1, heads, queries, x[1].shape()[x[1].ndim() - 2]];
+            let blocks = BlockMask::from_fn(sizes, |_, head, query, key| !(head + query + 2 * key).is_multiple_of(3));
+            let blocks = AttentionOptions { block_mask: Some(&blocks), ..AttentionOptions::default() };
+            Ok(vec![plain, attend(causal)?, attend(masked)?, attend(blocks)?, result, logsumexp])
         },
     },
     OpEntry {
@@ -271,3 +323,6 @@ fn heads() -> Vec<Vec<SampleInput>> {
 fn rotated() -> Vec<Vec<SampleInput>> {
     vec![vec![SampleInput::new(&[2, 5, 6], DType::F64)], vec![SampleInput::new(&[3, 2], DType::F64)]]
 }
+
+/// Composed operators.
+pub(super) const COMPOSED_OPS: &[OpEntry] = &[projected::PROJECTED];

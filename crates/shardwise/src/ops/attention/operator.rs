@@ -14,8 +14,8 @@ use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
 use shardwise_kernels::attention::{
-    AttentionArgs, AttentionDropout, attention_backward, attention_forward, attention_part, merge_attention_parts,
-    row_dots,
+    AttentionArgs, AttentionBlocks, AttentionDropout, attention_backward, attention_forward, attention_part,
+    merge_attention_parts, row_dots,
 };
 use shardwise_kernels::{concat, filled};
 
@@ -26,7 +26,7 @@ const NAME: &str = "scaled_dot_product_attention";
 /// Inputs: queries `[batch.., key heads, (groups,) queries, size]`, keys, values, and optionally a mask that broadcasts to the
 /// scores. Outputs: the result, and the logarithms of the sums of exponentials; or over parts of the keys, the maxima of the
 /// scores and the sums.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Attention {
     params: AttentionParams,
     /// Over how many parts the keys are sharded. If more than one, outputs have a first dimension of this size, sharded like
@@ -36,7 +36,7 @@ struct Attention {
 
 /// The backward pass of [`Attention`] over all keys. Inputs: those of the forward pass without the mask, the gradient of the
 /// result, the logarithms, the dot products of result and gradient, and the mask if there is one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct AttentionBackward(AttentionParams);
 
 /// Dot products of the rows of two tensors.
@@ -60,7 +60,8 @@ pub(super) fn attend(params: AttentionParams, inputs: &[&DTensor], site: Site) -
         return dispatch(&Attention { params, parts }, inputs, site).map(pair);
     }
     let detached: Vec<DTensor> = inputs.iter().map(|t| t.detach()).collect();
-    let found = dispatch(&Attention { params, parts }, &detached.iter().collect::<Vec<_>>(), site)?;
+    let op = Attention { params, parts };
+    let found = dispatch(&op, &detached.iter().collect::<Vec<_>>(), site)?;
     let [results, maxima, sums] = <[DTensor; 3]>::try_from(found).expect("three outputs");
     // A part without keys has a maximum of -inf and a sum of zero.
     let highest = maxima.amax(&[0], true)?.all_reduced(NAME)?.nan_to_num(f64::NAN, f64::INFINITY, 0.0)?;
@@ -71,7 +72,7 @@ pub(super) fn attend(params: AttentionParams, inputs: &[&DTensor], site: Site) -
     let merged = dispatch(&MergeParts { dtype: inputs[0].dtype() }, &[&results, &shares], site)?.swap_remove(0);
     let logs = total.log()?.add(&highest)?.squeeze(Some(0))?;
     let outputs = vec![merged, logs];
-    Ok(pair(DTensor::recorded(outputs, inputs, SaveForBackward::All, || Box::new(MergedAttention(params)))))
+    Ok(pair(DTensor::recorded(outputs, inputs, SaveForBackward::All, || Box::new(MergedAttention(op.params)))))
 }
 
 /// Over how many parts the keys are sharded when attention runs on these inputs.
@@ -206,7 +207,7 @@ fn with_args<R>(
     let (outer, key_dim) = (q.len() - 2, k.len() - 2);
     let (queries, keys) = (context.input_indices(0, outer), context.input_indices(1, key_dim));
     let mut heads = Vec::new();
-    if params.dropout.is_some() {
+    if params.dropout.is_some() || params.blocks.is_some() {
         heads.push(0);
         for (dim, &n) in q[..outer].iter().enumerate() {
             let held = context.input_indices(0, dim);
@@ -221,6 +222,8 @@ fn with_args<R>(
         queries: q[outer],
         keys: k[key_dim],
     });
+    let heads_per_batch = q[outer - 1 - usize::from(params.grouped)..outer].iter().product();
+    let blocks = params.blocks.as_ref().map(|mask| AttentionBlocks { mask, heads: &heads, heads_per_batch });
     body(&AttentionArgs {
         scale: params.scale.0,
         soft_cap: params.soft_cap.map(|cap| cap.0),
@@ -230,6 +233,7 @@ fn with_args<R>(
         queries: &queries,
         keys: &keys,
         mask,
+        blocks,
         dropout,
     })
 }
@@ -294,7 +298,7 @@ impl Op for Attention {
     }
 
     fn flops(&self, inputs: &[&[usize]], outputs: &[&[usize]]) -> u64 {
-        2 * products(inputs, outputs[1].iter().product::<usize>(), [1, 1])
+        self.params.unmasked(2 * products(inputs, outputs[1].iter().product::<usize>(), [1, 1]))
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -346,7 +350,7 @@ fn gradients_of(
         }
         let mut operands = vec![&inputs[0], &inputs[1], &inputs[2], &g, &logs, &dots];
         operands.extend(inputs.get(3));
-        dispatch(&AttentionBackward(*params), &operands, site)?.into_iter().map(Some).collect()
+        dispatch(&AttentionBackward(params.clone()), &operands, site)?.into_iter().map(Some).collect()
     };
     Ok(found.into_iter().chain(std::iter::repeat(None)).take(count).collect())
 }
@@ -383,7 +387,7 @@ impl Op for AttentionBackward {
     }
 
     fn flops(&self, inputs: &[&[usize]], _: &[&[usize]]) -> u64 {
-        2 * products(inputs, inputs[4].iter().product::<usize>(), [3, 2])
+        self.0.unmasked(2 * products(inputs, inputs[4].iter().product::<usize>(), [3, 2]))
     }
 
     /// Runs in backward passes that are not recorded; recorded ones use the composed formula.

@@ -8,7 +8,7 @@ use super::operator::{Computes, Convolution};
 use super::options::{ConvOptions, ConvTransposeOptions, PerDim};
 use super::window::{Window, window_counts};
 use crate::error::{ErrorKind, Result};
-use crate::op::name_call;
+use crate::op::{for_sum_with, name_call};
 use crate::ops::{OpEntry, SampleInput, dtype};
 use crate::tensor::DTensor;
 
@@ -234,6 +234,7 @@ impl DTensor {
             op.run_on(&apart(&x, 1)?, &apart(&weight, 0)?)?.flatten(1, 2)?
         };
         let Some(bias) = bias else { return Ok(product) };
+        let bias = for_sum_with(&product, bias)?;
         product.add(&bias.reshape(&[vec![-1], vec![1; spatial]].concat())?)
     }
 }

@@ -11,7 +11,7 @@ use super::halo::{
 use super::window::Window;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
-use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpKind, OpPlan, dispatch};
 use crate::rule::{Decision, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::contiguous;
@@ -100,6 +100,10 @@ impl Op for Convolution {
         };
         let signature = Signature::product(names, output);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: a.dtype }] })
+    }
+
+    fn kind(&self) -> OpKind {
+        OpKind::Product
     }
 
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {

@@ -28,6 +28,11 @@ macro_rules! from_arrays {
 from_arrays!(1 2 3);
 
 impl PerDim {
+    /// The numbers as they were given: one for all dimensions, or one for each.
+    pub(crate) fn given(&self) -> &[usize] {
+        &self.numbers[..self.count]
+    }
+
     /// One number per spatial dimension; `None` if another number of them is given.
     pub(crate) fn of(&self, spatial: usize) -> Option<&[usize]> {
         (self.count == 1 || self.count == spatial).then(|| &self.numbers[..spatial])

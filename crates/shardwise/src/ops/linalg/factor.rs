@@ -12,19 +12,28 @@ use crate::ops::{OpEntry, SampleInput};
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::linalg;
 
+const POSITIVE_DEFINITE: &str = "positive-definite matrices";
+const NONZERO_PIVOTS: &str = "matrices whose pivots are not zero";
+
 impl DTensor {
     /// Returns the Cholesky factor `L` of symmetric positive-definite matrices, `A = L L^T`; with `upper`, `U` with `A = U^T U`.
     ///
     /// Batch dimensions may be sharded; matrices are gathered.
     ///
     /// # Errors
-    /// If a matrix is not positive definite, on the ranks that hold it; the other ranks get it with their next collective.
+    /// If a matrix is not positive definite: on the ranks that hold it, and the other ranks get it with their next collective; on all ranks
+    /// if matrices had to be gathered.
     #[doc(alias = "linalg.cholesky")]
     #[doc(alias = "cholesky")]
     #[track_caller]
     pub fn linalg_cholesky(&self, upper: bool) -> Result<DTensor> {
-        let op = Cholesky { name: "linalg_cholesky", upper, check: true };
-        Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
+        let moved = self.moves_matrices();
+        let op = Cholesky { name: "linalg_cholesky", upper, check: !moved };
+        let [factor, info] = outputs(dispatch(&op, &[self], Location::caller())?);
+        if moved {
+            info.check_info_of_all("linalg_cholesky", POSITIVE_DEFINITE)?;
+        }
+        Ok(factor)
     }
 
     /// As [`linalg_cholesky`](Self::linalg_cholesky), and returns per matrix 0 (i32), or the order of the leading minor that is not
@@ -43,12 +52,17 @@ impl DTensor {
     /// alone.
     ///
     /// # Errors
-    /// If a pivot is exactly zero, on the ranks that hold the matrix; the other ranks get it with their next collective.
+    /// If a pivot is exactly zero: on the ranks that hold the matrix, and the other ranks get it with their next collective; on all ranks if
+    /// matrices had to be gathered.
     #[doc(alias = "linalg.lu_factor")]
     #[track_caller]
     pub fn linalg_lu_factor(&self, pivot: bool) -> Result<(DTensor, DTensor)> {
-        let op = LuFactor { name: "linalg_lu_factor", pivot, check: true };
-        let [lu, pivots, _] = outputs(dispatch(&op, &[self], Location::caller())?);
+        let moved = self.moves_matrices();
+        let op = LuFactor { name: "linalg_lu_factor", pivot, check: !moved };
+        let [lu, pivots, info] = outputs(dispatch(&op, &[self], Location::caller())?);
+        if moved {
+            info.check_info_of_all("linalg_lu_factor", NONZERO_PIVOTS)?;
+        }
         Ok((lu, pivots))
     }
 
@@ -133,7 +147,7 @@ impl Op for Cholesky {
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (factor, info) = linalg::cholesky(&inputs[0], self.upper)?;
         if self.check {
-            check_info(self.name, &info, "positive-definite matrices")?;
+            check_info(self.name, &info, POSITIVE_DEFINITE)?;
         }
         Ok(vec![factor, info])
     }
@@ -182,7 +196,7 @@ impl Op for LuFactor {
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let factors = linalg::lu_factor(&inputs[0], self.pivot)?;
         if self.check {
-            check_info(self.name, &factors.info, "matrices whose pivots are not zero")?;
+            check_info(self.name, &factors.info, NONZERO_PIVOTS)?;
         }
         Ok(vec![factors.lu, factors.pivots, factors.info])
     }

@@ -5,7 +5,9 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::factor::{dominant, matrix_samples};
-use super::rule::{Free, Whole, broadcast_batch, check_same_type, matrices, meta, misfit, outputs, signature, square};
+use super::rule::{
+    Free, Whole, broadcast_batch, check_same_type, full_product, matrices, meta, misfit, outputs, signature, square,
+};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
@@ -102,7 +104,7 @@ impl DTensor {
         let sides = if vectors { b.unsqueeze(-1)? } else { b.clone() };
         let [x, rank, singular_values] = outputs(dispatch(&Lstsq { rcond: rcond.to_bits() }, &[self, &sides], site)?);
         let residuals = match rows > columns {
-            true => self.matmul(&x)?.sub(&sides)?.square()?.sum(&[-2], false)?.to_dtype(self.dtype())?,
+            true => full_product(self, &x)?.sub(&sides)?.square()?.sum(&[-2], false)?.to_dtype(self.dtype())?,
             false => {
                 let placements = vec![crate::placement::Placement::Replicate; self.placements().len()];
                 DTensor::zeros(0, self.dtype(), self.device_mesh(), placements)?

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::factor::square_samples;
 use super::rule::{
-    BatchDims, Whole, check_same_type, matrices, meta, misfit, outputs, refuse_second, signature, square,
+    BatchDims, Whole, check_same_type, full_product, matrices, meta, misfit, outputs, refuse_second, signature, square,
 };
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
@@ -165,7 +165,7 @@ impl DTensor {
         };
         let q = square.linalg_householder_product(tau)?;
         let q = if transpose { q.mt()? } else { q };
-        if left { q.matmul(other) } else { other.matmul(&q) }
+        if left { full_product(&q, other) } else { full_product(other, &q) }
     }
 
     /// Returns the exponentials of square matrices.
@@ -174,6 +174,9 @@ impl DTensor {
     #[doc(alias = "linalg.matrix_exp")]
     #[track_caller]
     pub fn matrix_exp(&self) -> Result<DTensor> {
+        if matches!(self.dtype(), DType::F16 | DType::BF16) {
+            return self.to_dtype(DType::F32)?.matrix_exp()?.to_dtype(self.dtype());
+        }
         Ok(dispatch(&MatrixExp, &[self], Location::caller())?.swap_remove(0))
     }
 }

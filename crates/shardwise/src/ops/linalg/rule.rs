@@ -5,7 +5,8 @@ use candle_core::DType;
 
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
-use crate::ops::binary::broadcast_shape;
+use crate::op::with_autocast;
+use crate::ops::broadcast::broadcast_shape;
 use crate::rule::{DimSharding, Signature};
 use crate::tensor::{DTensor, is_recording};
 
@@ -29,6 +30,12 @@ pub(super) use ItemDim::{Free, Whole};
 
 /// The batch dimensions of a tensor and the dimensions of an item.
 pub(super) type BatchDims<'a> = (&'a [usize], &'a [ItemDim]);
+
+/// The product of matrices in their own types, inside of `autocast` too: a part of an operator that PyTorch does not compose of products.
+#[track_caller]
+pub(super) fn full_product(a: &DTensor, b: &DTensor) -> Result<DTensor> {
+    with_autocast(None, || a.matmul(b))
+}
 
 /// Reads a shape as that of matrices of f32 or f64.
 pub(super) fn matrices<'a>(name: &str, of: &'a TensorMeta) -> Result<Matrices<'a>> {
@@ -121,6 +128,35 @@ pub(super) fn check_info(name: &str, info: &candle_core::Tensor, needed: &str) -
         needed,
         "change the matrices, or use the operator that returns info",
     ))
+}
+
+/// The verdict on matrices that an operator moves before it factorizes them: it communicates anyway, so all ranks learn of a failure.
+impl DTensor {
+    /// Whether an operator on whole matrices moves these.
+    pub(super) fn moves_matrices(&self) -> bool {
+        let dims = self.ndim().saturating_sub(2)..self.ndim();
+        self.layout().is_partial() || dims.into_iter().any(|dim| !self.layout().shard_order(dim).is_empty())
+    }
+
+    /// Fails on every rank if the `info` of a matrix, which this tensor holds, is not 0. Collective if batch dimensions are sharded.
+    #[track_caller]
+    pub(super) fn check_info_of_all(&self, name: &str, needed: &str) -> Result<()> {
+        let (world, mesh) = (self.device_mesh().world(), self.device_mesh());
+        if self.elem_count() == 0 || world.is_dry() || !mesh.contains(world.rank()) {
+            return Ok(());
+        }
+        let worst = self.detach().to_dtype(DType::I64)?.amax(&[], false)?.item::<i64>()?;
+        if worst == 0 {
+            return Ok(());
+        }
+        let found = format!("a matrix of the batch in {name} fails at row {worst}");
+        Err(ErrorKind::Argument.error(
+            "matrices",
+            found,
+            needed.to_string(),
+            "change the matrices, or use the operator that returns info",
+        ))
+    }
 }
 
 /// Conveniences of the gradients, which are formulas of matrices.

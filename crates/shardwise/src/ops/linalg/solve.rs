@@ -25,13 +25,19 @@ impl DTensor {
     /// Batch dimensions may be sharded; matrices are gathered.
     ///
     /// # Errors
-    /// If a matrix is singular, on the ranks that hold it; the other ranks get it with their next collective.
+    /// If a matrix is singular: on the ranks that hold it, and the other ranks get it with their next collective; on all ranks if matrices
+    /// had to be gathered.
     #[doc(alias = "linalg.inv")]
     #[doc(alias = "inverse")]
     #[track_caller]
     pub fn linalg_inv(&self) -> Result<DTensor> {
-        let op = Inverse { name: "linalg_inv", check: true };
-        Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
+        let moved = self.moves_matrices();
+        let op = Inverse { name: "linalg_inv", check: !moved };
+        let [inverse, info] = outputs(dispatch(&op, &[self], Location::caller())?);
+        if moved {
+            info.check_info_of_all("linalg_inv", NOT_SINGULAR)?;
+        }
+        Ok(inverse)
     }
 
     /// As [`linalg_inv`](Self::linalg_inv), and returns per matrix 0 (i32), or the step of its factorization whose pivot is zero.
@@ -49,11 +55,17 @@ impl DTensor {
     /// Batch dimensions broadcast and may be sharded, and so may be right-hand sides; matrices are gathered.
     ///
     /// # Errors
-    /// If a matrix is singular, on the ranks that hold it; the other ranks get it with their next collective.
+    /// If a matrix is singular: on the ranks that hold it, and the other ranks get it with their next collective; on all ranks if matrices
+    /// had to be gathered.
     #[doc(alias = "linalg.solve")]
     #[track_caller]
     pub fn linalg_solve(&self, b: &DTensor, left: bool) -> Result<DTensor> {
-        Ok(self.solve("linalg_solve", b, left, true)?.0)
+        let moved = self.moves_matrices();
+        let (x, info) = self.solve("linalg_solve", b, left, !moved)?;
+        if moved {
+            info.check_info_of_all("linalg_solve", NOT_SINGULAR)?;
+        }
+        Ok(x)
     }
 
     /// As [`linalg_solve`](Self::linalg_solve), and returns per matrix 0 (i32), or the step of its factorization whose pivot is zero.

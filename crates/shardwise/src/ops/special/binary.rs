@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
-use crate::ops::binary::{broadcast, broadcast_shape};
+use crate::ops::broadcast::{broadcast, broadcast_shape};
 use crate::ops::derivative::unbroadcast;
 use crate::ops::{OpEntry, SampleInput, dtype};
 use crate::rule::Signature;

@@ -1,9 +1,13 @@
 //! `shardwise ops`: the operators and their sharding rules.
 
+mod pytorch;
+
+use std::io::Write;
+
 use clap::Args;
 use serde::Serialize;
 use shardwise::error::ErrorKind;
-use shardwise::ops::{OpEntry, PlacementRule, ops};
+use shardwise::ops::{OpEntry, PlacementRule, composed_ops, ops};
 use shardwise::{Error, Result};
 
 use crate::output::{RowPrinter, TableRow};
@@ -14,6 +18,10 @@ use crate::output::{RowPrinter, TableRow};
 A rule gives the placements of the inputs and of the first output on one mesh axis: R is replicated, S(d) is sharded on \
 dimension d, P(sum) is a partial sum. A free rule communicates nothing. The rules are found by running each operator without \
 data on two ranks.
+
+The tier is that of PyTorch's operator database: 1 is what models use, 2 factorizations, statistics and special functions, 3 \
+the rest. The list shortens all_gather, all_reduce, all_to_all, exchange_dims and reduce_scatter; PyTorch's signatures are in \
+JSON and in the rules of one operator.
 
 Examples:
   shardwise ops
@@ -31,7 +39,13 @@ pub(crate) struct OpsOptions {
 #[derive(Serialize)]
 struct OperatorRow {
     name: &'static str,
+    /// The tier of PyTorch's operator database, if the operator is in it.
+    tier: Option<u8>,
+    /// PyTorch's signatures that it serves.
+    pytorch: Vec<&'static str>,
     differentiable: bool,
+    /// Whether it is composed of other operators, whose rules apply.
+    composed: bool,
     /// The rules that communicate nothing.
     free: Vec<String>,
     /// The collectives that other combinations of placements need.
@@ -40,11 +54,18 @@ struct OperatorRow {
 
 impl TableRow for OperatorRow {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
+        // A line has 80 columns at most; the full names and the rules that are free are in JSON.
+        let short = |call: &&'static str| match *call {
+            "exchange_dims" => "exchange",
+            "reduce_scatter" => "scatter",
+            call => call.trim_start_matches("all_"),
+        };
+        let short: Vec<&str> = self.communicates.iter().map(short).collect();
         vec![
             ("operator", -28, self.name.to_string()),
-            ("gradient", -8, if self.differentiable { "yes" } else { "no" }.to_string()),
-            ("else communicates", -32, self.communicates.join(", ")),
-            ("free", -1, self.free.join("; ")),
+            ("tier", -4, self.tier.map_or_else(|| "-".to_string(), |tier| tier.to_string())),
+            ("grad", -4, if self.differentiable { "yes" } else { "no" }.to_string()),
+            ("may need", -1, short.join(" ")),
         ]
     }
 }
@@ -70,21 +91,29 @@ impl TableRow for RuleRow {
 
 pub(crate) fn run(options: &OpsOptions) -> Result<()> {
     if let Some(name) = &options.name {
-        let op = ops().find(|op| op.name == name).ok_or_else(|| unknown(name))?;
+        let op = all().find(|op| op.name == name).ok_or_else(|| unknown(name))?;
         let rules = op.rules()?;
         let mut rows = RowPrinter::new(options.json, rules.len() as u64);
         for rule in rules {
             let (inputs, output) = sides(&rule);
             rows.print(&RuleRow { inputs, output, collectives: rule.collectives })?;
         }
+        for signature in pytorch::signatures(op.name).iter().filter(|_| !options.json) {
+            writeln!(std::io::stdout().lock(), "PyTorch: {}", signature.text)?;
+        }
         return Ok(());
     }
-    let mut rows = RowPrinter::new(options.json, ops().count() as u64);
-    for op in ops() {
+    let mut rows = RowPrinter::new(options.json, all().count() as u64);
+    for op in all() {
         rows.announce(op.name);
         rows.print(&operator_row(op)?)?;
     }
     Ok(())
+}
+
+/// Operators with a rule of their own, then those composed of them.
+fn all() -> impl Iterator<Item = &'static OpEntry> {
+    ops().chain(composed_ops())
 }
 
 fn operator_row(op: &OpEntry) -> Result<OperatorRow> {
@@ -99,7 +128,12 @@ fn operator_row(op: &OpEntry) -> Result<OperatorRow> {
     }
     communicates.sort_unstable();
     communicates.dedup();
-    Ok(OperatorRow { name: op.name, differentiable: op.is_differentiable()?, free, communicates })
+    let composed = composed_ops().any(|other| other.name == op.name);
+    let signatures = pytorch::signatures(op.name);
+    let tier = signatures.iter().map(|signature| signature.tier).filter(|tier| *tier > 0).min();
+    let pytorch = signatures.iter().map(|signature| signature.text).collect();
+    let differentiable = op.is_differentiable()?;
+    Ok(OperatorRow { name: op.name, tier, pytorch, differentiable, composed, free, communicates })
 }
 
 /// The placements of the inputs and of the output.
@@ -110,7 +144,7 @@ fn sides(rule: &PlacementRule) -> (String, String) {
 
 fn unknown(name: &str) -> Error {
     let first = name.chars().next();
-    let alike: Vec<&str> = ops()
+    let alike: Vec<&str> = all()
         .map(|op| op.name)
         .filter(|op| !name.is_empty() && (op.contains(name) || name.contains(op) || op.chars().next() == first))
         .collect();

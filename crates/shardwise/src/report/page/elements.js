@@ -1,0 +1,123 @@
+// Elements, numbers as text, and the data of the page.
+
+const page = JSON.parse(document.getElementById("data").textContent);
+
+/** An element with attributes (functions are listeners) and children (texts or elements). */
+function el(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (typeof value === "function") made.addEventListener(key, value);
+    else if (value !== null && value !== undefined) made.setAttribute(key, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+/** As el, for SVG. */
+function svg(name, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+/** Bytes with a unit of powers of 1024. */
+function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let unit = 0;
+  while (count >= 1024 && unit < units.length - 1) [count, unit] = [count / 1024, unit + 1];
+  return `${unit === 0 || count >= 100 ? Math.round(count) : count.toFixed(1)} ${units[unit]}`;
+}
+
+/** Nanoseconds with a unit. */
+function time(nanoseconds) {
+  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["us", 1e3]]) {
+    if (nanoseconds >= size) return `${(nanoseconds / size).toFixed(nanoseconds >= 100 * size ? 0 : 2)} ${unit}`;
+  }
+  return `${nanoseconds} ns`;
+}
+
+/** A share in percent. */
+function percent(part, whole) {
+  return whole > 0 ? `${((100 * part) / whole).toFixed(1)} %` : "-";
+}
+
+/** A table: titles (a leading # aligns to the right) and rows of texts or elements. */
+function table(caption, titles, rows) {
+  const cell = (tag, title, content, scope) =>
+    el(tag, { class: title.startsWith("#") ? "number" : null, scope }, content);
+  const name = (title) => title.replace(/^#/, "");
+  return el("div", { class: "scroll" }, el("table", {},
+    caption ? el("caption", {}, caption) : null,
+    el("thead", {}, el("tr", {}, ...titles.map((title) => cell("th", title, name(title), "col")))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((content, i) => cell("td", titles[i], content)))))));
+}
+
+/** A section of the page with a heading; the navigation lists all sections. */
+function section(id, title, ...children) {
+  return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), ...children);
+}
+
+/** An element that opens: its content is built when it is first opened. */
+function lazy(summary, content, attributes = {}) {
+  const inside = el("div", { class: "inside" });
+  let built = false;
+  return el("details", {
+    ...attributes,
+    toggle: (event) => {
+      if (event.target.open && !built) {
+        built = true;
+        inside.append(...content());
+      }
+    },
+  }, el("summary", {}, ...summary), inside);
+}
+
+/** A button that shows and hides what `content` builds, below it. */
+function disclosure(label, text, content) {
+  const shown = el("div", { hidden: "" });
+  const button = el("button", {
+    type: "button", "aria-expanded": "false", "aria-label": label,
+    click: () => {
+      const open = button.getAttribute("aria-expanded") !== "true";
+      if (open && !shown.hasChildNodes()) shown.append(content());
+      shown.hidden = !open;
+      button.setAttribute("aria-expanded", String(open));
+    },
+  }, text);
+  return [button, shown];
+}
+
+/** Colours of ranks: neighbours differ in hue and lightness. */
+function rankColor(rank, alpha = 1) {
+  return `hsl(${(rank * 137.5) % 360} 60% ${rank % 2 ? 45 : 60}% / ${alpha})`;
+}
+
+/** A chooser of a rank of a run, if there are several. */
+function rankChooser(run, id, change) {
+  if (run.ranks.length < 2) return null;
+  const options = run.ranks.map((rank, i) => el("option", { value: i }, `rank ${rank.rank}`));
+  return el("label", {}, "Rank ", el("select", { id, change: (event) => change(Number(event.target.value)) }, ...options));
+}
+
+/** A legend of colours, which are names of variables of the style. */
+function legend(entries) {
+  return el("div", { class: "legend" }, ...entries.map(([color, name]) =>
+    el("span", {}, el("i", { style: `background: var(--${color})` }), name)));
+}
+
+const KINDS = ["parameters", "gradients", "optimizer_state", "activations", "buffers"];
+const SPANS = ["module", "operator", "gradient", "redistribution", "collective"];
+const PHASES = ["forward", "backward", "update"];
+const LANES = ["compute", "moving", "waiting"];
+
+/** A span of a rank with its texts. */
+function spanOf(rank, index) {
+  const row = rank.spans[index];
+  const text = (number) => (number === null ? null : rank.strings[number]);
+  return {
+    index, kind: SPANS[row[0]], name: text(row[1]), parent: row[2], start: row[3], duration: row[4], waiting: row[5],
+    module: text(row[6]), phase: PHASES[row[7]], inputs: row[8].map(text), outputs: row[9].map(text), axes: text(row[10]),
+    bytes: row[11], flops: row[12], site: text(row[13]), reason: text(row[14]), redistribution: text(row[15]),
+  };
+}
