@@ -191,7 +191,8 @@ impl Input {
         } else {
             let one = |&f: &usize| {
                 let x = self.whole(f);
-                wrapped(pending.iter().fold(x, |x, &(op, k, i)| whole_operand(x, op, k, i, f)), self.dtype)
+                // Wrapped after every reduction: the negative of an unsigned number is a large one to the next minimum.
+                pending.iter().fold(x, |x, &(op, k, i)| wrapped(whole_operand(x, op, k, i, f), self.dtype))
             };
             to_tensor(&Elements::Whole(flat.iter().map(one).collect()), &shape, self.dtype)
         }
