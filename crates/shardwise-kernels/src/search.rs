@@ -91,8 +91,8 @@ pub fn nonzero_positions(mask: &Tensor) -> Result<Vec<usize>> {
 
 /// Returns for each element of `x` the index (i64) of the first of ascending `boundaries` that is not below it.
 ///
-/// Equal types are compared as they are. Otherwise integers are compared as i64, and a float with anything as f64. NaN has index
-/// 0, because no boundary is below it.
+/// Equal types are compared as they are. Otherwise integers are compared as i64, and a float with anything as f64. NaN comes
+/// after all boundaries, as in PyTorch.
 ///
 /// # Errors
 /// If the kernels do not support a type or device, or memory does not suffice.
@@ -124,12 +124,18 @@ fn converted_buckets<C: Compute>(x: &Tensor, boundaries: &Tensor) -> Result<Tens
                     let block = Block { rows: 1, row_stride: 0, width, stride: 1 };
                     C::load(dtype, first.add(from * dtype.size_in_bytes()), block, &mut buffer[..width]);
                     for (i, x) in buffer[..width].assume_init_ref().iter().enumerate() {
-                        to.get().add(from + i).write(boundaries.partition_point(|b| b < x) as i64);
+                        to.get().add(from + i).write(boundaries.partition_point(|b| is_before(b, x)) as i64);
                     }
                 }
             })
         })
     })?
+}
+
+/// Whether a boundary is below an element, or the element is NaN.
+#[inline(always)]
+fn is_before<T: PartialOrd>(boundary: &T, x: &T) -> bool {
+    boundary < x || x.partial_cmp(x).is_none()
 }
 
 fn buckets<T: WithDType>(x: &[T], boundaries: &[T]) -> Result<Tensor> {
@@ -140,7 +146,7 @@ fn buckets<T: WithDType>(x: &[T], boundaries: &[T]) -> Result<Tensor> {
             let cost = 4 * (1 + boundaries.len().checked_ilog2().unwrap_or(0) as usize);
             over_ranges(x.len(), cost, 1, |range| {
                 for i in range {
-                    to.get().add(i).write(boundaries.partition_point(|b| *b < x[i]) as i64);
+                    to.get().add(i).write(boundaries.partition_point(|b| is_before(b, &x[i])) as i64);
                 }
             });
         })
@@ -186,6 +192,6 @@ mod tests {
         let x = Tensor::new(&[[i64::MIN, -1, big], [big + 1, big + 2, i64::MAX]], &Device::Cpu).unwrap();
         assert_eq!(bucketize(&x, &boundaries).unwrap().to_vec2::<i64>().unwrap(), [[0, 0, 1], [2, 3, 3]]);
         let mixed = Tensor::new(&[0.5f32, -2.0, f32::NAN], &Device::Cpu).unwrap();
-        assert_eq!(bucketize(&mixed, &boundaries).unwrap().to_vec1::<i64>().unwrap(), [1, 0, 0]);
+        assert_eq!(bucketize(&mixed, &boundaries).unwrap().to_vec1::<i64>().unwrap(), [1, 0, 4]);
     }
 }

@@ -97,8 +97,17 @@ impl DTensor {
     }
 
     /// `beta * self + alpha * product`. With `beta` 0 this tensor does not count, not even where it is NaN, as in PyTorch.
+    ///
+    /// # Errors
+    /// If this tensor does not broadcast to the shape of the product.
     #[track_caller]
     pub(super) fn scaled_sum(&self, product: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
+        let mut dims = self.shape().iter().rev().zip(product.shape().iter().rev());
+        if self.ndim() > product.ndim() || dims.any(|(&own, &wanted)| own != wanted && own != 1) {
+            let found = format!("shape {:?} to add to a product of shape {:?}", self.shape(), product.shape());
+            let needed = "a tensor that broadcasts to the product";
+            return Err(ErrorKind::shape(self.shape()).error("operands", found, needed, "reshape the tensor"));
+        }
         let this = &for_sum_with(product, self)?;
         // Integers take the integer part of the factors.
         let (beta, alpha) = match product.dtype().is_float() || this.dtype().is_float() {

@@ -48,6 +48,8 @@ impl DTensor {
     /// If columns are sharded, the result is `Partial(Sum)`; nothing is communicated until it is reduced.
     #[track_caller]
     pub fn diagonal(&self, offset: isize) -> Result<DTensor> {
+        // Beyond the matrix all offsets are alike, and sums with the largest integers would overflow.
+        let offset = offset.clamp(-FAR, FAR);
         let only = self.band("diagonal", offset, offset, 0.0)?;
         let [.., rows, columns] = *self.shape() else { unreachable!("checked by band") };
         // Row i holds the element of column i + offset alone.

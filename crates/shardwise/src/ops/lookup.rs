@@ -311,7 +311,7 @@ impl DTensor {
         ids.unsqueeze(-1)?.eq(&all)?.to_dtype(DType::I64)
     }
 
-    /// Returns for each element the index of the first boundary that is not below it, as i64.
+    /// Returns for each element the index of the first boundary that is not below it, as i64; for NaN the number of boundaries.
     ///
     /// `boundaries` is an ascending vector and is gathered if it is sharded; this tensor keeps its layout.
     #[track_caller]
@@ -344,7 +344,8 @@ impl DTensor {
         }
         let sorted = if own == 1 { self.clone() } else { self.unsqueeze(-2)? };
         let values = values.unsqueeze(-1)?;
-        let before = if right { sorted.le(&values)? } else { sorted.lt(&values)? };
+        // NaN comes after all numbers.
+        let before = if right { sorted.gt(&values)? } else { sorted.ge(&values)? }.logical_not()?;
         before.sum(&[-1], false)
     }
 }

@@ -207,14 +207,14 @@ impl DTensor {
             let dtype = dtype::promote(self.dtype(), target.dtype());
             return x.smooth_l1_loss(&y, beta, reduction)?.to_dtype(loss_dtype(dtype));
         }
-        let difference = self.sub(target)?.abs()?;
+        let difference = self.sub(target)?.abs()?.without_partials("smooth_l1_loss", &[])?;
         if beta == 0.0 {
             return reduction.of(difference);
         }
-        // With d' = min(d, beta) both branches are d'^2 / (2 beta) + (d - d').
-        let inner = difference.clamp(None, Some(beta))?;
-        let curved = inner.square()?.mul_scalar(0.5 / beta)?;
-        reduction.of(curved.add(&difference.sub(&inner)?)?)
+        // Bounded, so that the branch that does not count has no infinite gradient.
+        let curved = difference.clamp(None, Some(beta))?.square()?.mul_scalar(0.5 / beta)?;
+        let straight = difference.sub_scalar(0.5 * beta)?;
+        reduction.of(difference.lt(beta)?.where_cond(&curved, &straight)?)
     }
 
     /// Computes the binary cross entropy of logits and targets from 0 to 1, as `(1 - y) * x - log(sigmoid(x))`, which does not

@@ -157,7 +157,9 @@ impl DTensor {
     pub fn huber_loss(&self, target: &DTensor, delta: f64, reduction: Reduction) -> Result<DTensor> {
         let distance = self.sub(target)?.abs()?.without_partials("huber_loss", &[])?;
         let far = distance.add_scalar(-0.5 * delta)?.mul_scalar(delta)?;
-        reduction.of(distance.le(delta)?.where_cond(&distance.square()?.mul_scalar(0.5)?, &far)?)
+        // Bounded, so that the branch that does not count has no infinite gradient.
+        let near = distance.clamp(None, Some(delta))?.square()?.mul_scalar(0.5)?;
+        reduction.of(distance.le(delta)?.where_cond(&near, &far)?)
     }
 
     /// Computes the hinge embedding loss: the element where the target is 1, else `max(0, margin - x)`.

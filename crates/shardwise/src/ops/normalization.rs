@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use super::{OpEntry, SampleInput, dtype};
 use crate::comm::record_implicit_operator;
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::{DimSharding, Signature};
@@ -261,6 +261,8 @@ impl DTensor {
         eps: f64,
     ) -> Result<DTensor> {
         let last = self.last_dims("layer_norm", dims)?;
+        self.check_affine("layer_norm", dims, weight)?;
+        self.check_affine("layer_norm", dims, bias)?;
         if dims == 1
             && let Some(normal) = self.layer_norm_rows(weight, bias, eps)?
         {
@@ -293,6 +295,7 @@ impl DTensor {
     #[track_caller]
     pub fn rms_norm(&self, dims: usize, weight: Option<&DTensor>, eps: f64) -> Result<DTensor> {
         let last = self.last_dims("rms_norm", dims)?;
+        self.check_affine("rms_norm", dims, weight)?;
         if dims == 1
             && let Some(normal) = self.rms_norm_rows(weight, eps)?
         {
@@ -360,6 +363,12 @@ impl DTensor {
             return Ok(normal);
         }
         if let Some(wide) = self.widened()? {
+            // In half precision the reciprocal of the deviation would be rounded once more.
+            let widened = statistics.map(|(mean, variance)| {
+                Ok::<_, Error>((mean.to_dtype(wide.dtype())?, variance.to_dtype(wide.dtype())?))
+            });
+            let widened = widened.transpose()?;
+            let statistics = widened.as_ref().map(|(mean, variance)| (mean, variance));
             return wide.batch_norm(statistics, weight, bias, eps)?.to_dtype(self.promoted_type(weight, bias));
         }
         let own;
@@ -406,6 +415,21 @@ impl DTensor {
     fn per_channel(&self, weight: Option<&DTensor>, bias: Option<&DTensor>) -> Result<DTensor> {
         let scaled = weight.map_or(Ok(self.clone()), |w| self.mul(&self.channels(w)?))?;
         bias.map_or(Ok(scaled.clone()), |b| scaled.add(&self.channels(b)?))
+    }
+
+    /// Fails unless a weight or bias has the shape of the last `dims` dimensions.
+    #[track_caller]
+    fn check_affine(&self, name: &str, dims: usize, parameter: Option<&DTensor>) -> Result<()> {
+        let wanted = &self.shape()[self.ndim() - dims..];
+        match parameter {
+            Some(found) if found.shape() != wanted => {
+                let kind = ErrorKind::shape(found.shape());
+                let found = format!("shape {:?} in {name} of {}", found.shape(), self.layout());
+                let fix = "create weight and bias with the shape of the normalized dimensions";
+                Err(kind.error("weight or bias", found, format!("shape {wanted:?}"), fix))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn last_dims(&self, name: &str, dims: usize) -> Result<Vec<isize>> {

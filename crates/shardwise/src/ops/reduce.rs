@@ -76,6 +76,10 @@ impl DTensor {
     /// If a reduced dimension is sharded, the result is `Partial(Sum)`. Accumulates as [`sum`](Self::sum) does.
     #[track_caller]
     pub fn mean(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        // The sum of integers may be beyond i64 where the average is not.
+        if !self.dtype().is_float() {
+            return self.to_dtype(DType::F64)?.mean(dims, keepdim)?.to_dtype(DType::F32);
+        }
         let resolved = resolve("mean", dims, self)?;
         let count: usize = resolved.iter().map(|&d| self.shape()[d]).product();
         reduce(self, ReduceKind::Mean(count), dims, keepdim)

@@ -96,8 +96,8 @@ impl DTensor {
 
     /// Returns a copy with `values` written at indices of the first dimensions, or added if `accumulate`.
     ///
-    /// The indices broadcast, and negative ones count from the end; `values` has their shape, followed by the dimensions without
-    /// index. Communicates as [`scatter`](Self::scatter) and [`index_add`](Self::index_add) do.
+    /// The indices broadcast, and negative ones count from the end; `values` broadcasts to their shape, followed by the dimensions
+    /// without index. Communicates as [`scatter`](Self::scatter) and [`index_add`](Self::index_add) do.
     #[track_caller]
     pub fn index_put(&self, indices: &[&DTensor], values: &DTensor, accumulate: bool) -> Result<DTensor> {
         if indices.is_empty() || indices.len() > self.ndim() {
@@ -111,19 +111,22 @@ impl DTensor {
         }
         let flat = self.reshape(&[signed(&[named.iter().product()]), signed(rest)].concat())?;
         let count = place.elem_count();
+        let places = [place.shape(), rest].concat();
         let place = place.reshape(&[count as isize])?;
         let wanted = [signed(&[count]), signed(rest)].concat();
-        if values.elem_count() != count * rest.iter().product::<usize>() {
+        let mut dims = values.shape().iter().rev().zip(places.iter().rev());
+        if values.ndim() > places.len() || dims.any(|(&own, &wanted)| own != wanted && own != 1) {
             let found =
                 format!("values of shape {:?} for {count} places in index_put of {}", values.shape(), self.layout());
+            let needed = format!("values that broadcast to {places:?}");
             return Err(ErrorKind::shape(values.shape()).error(
                 "values",
                 found,
-                format!("shape {wanted:?}"),
-                "expand the values",
+                needed,
+                "reshape or expand the values",
             ));
         }
-        let values = values.reshape(&wanted)?;
+        let values = values.expand(&signed(&places))?.reshape(&wanted)?;
         let put = if accumulate {
             flat.index_add(0, &place, &values)?
         } else {

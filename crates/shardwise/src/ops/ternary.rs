@@ -96,14 +96,21 @@ impl DTensor {
     }
 
     /// Interpolates linearly: `self + weight * (b - self)` with a number or a tensor of weights. Elementwise.
+    ///
+    /// Weights from 0.5 on count from the other end, as in PyTorch: the result is exactly `b` where the weight is 1.
     #[track_caller]
     pub fn lerp<'a>(&self, b: &DTensor, weight: impl Into<Operand<'a>>) -> Result<DTensor> {
+        let difference = b.sub(self)?;
         match weight.into() {
-            Operand::Number(weight) => {
-                let weight = weight.to_f64();
-                self.mul_scalar(1.0 - weight)?.add(&b.mul_scalar(weight)?)
+            Operand::Number(weight) => match weight.to_f64() {
+                weight if weight.abs() < 0.5 => self.add(&difference.mul_scalar(weight)?),
+                weight => b.sub(&difference.mul_scalar(1.0 - weight)?),
+            },
+            Operand::Tensor(weight) => {
+                let from_start = self.add(&difference.mul(weight)?)?;
+                let from_end = b.sub(&difference.mul(&weight.rsub_scalar(1.0)?)?)?;
+                weight.abs()?.lt(0.5)?.where_cond(&from_start, &from_end)
             }
-            Operand::Tensor(weight) => self.add(&b.sub(self)?.mul(weight)?),
         }
     }
 }

@@ -175,18 +175,27 @@ macro_rules! functions {
     }};
     (@not_differentiable) => { None };
     (@derivative ($at:expr, $formula:expr)) => { Some(Derivative { at: $at, formula: $formula, kernel: None }) };
-    (@derivative ($at:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {{
+    (@derivative ($at:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {
+        functions!(@kernel $at, $formula, |$x, g| g * $fast, |x, g| {
+            let at: fn(f64) -> f64 = $at;
+            g * at(x)
+        })
+    };
+    // The derivative is a reciprocal: dividing by it is finite where the reciprocal of a subnormal number is not.
+    (@one_over ($divisor:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {
+        functions!(@kernel |x| 1.0 / $divisor(x), |x| $formula(x)?.reciprocal(), |$x, g| g / $fast, |x, g| g / $divisor(x))
+    };
+    (@kernel $at:expr, $formula:expr, |$x:ident, $g:ident| $fast:expr, |$y:ident, $h:ident| $wide:expr) => {{
         #[derive(Clone, Copy)]
         struct F32Derivative;
         impl PointwiseFn<2> for F32Derivative {
             #[inline(always)]
-            fn f32<const FMA: bool>(self, [$x, g]: [f32; 2]) -> f32 {
-                g * $fast
+            fn f32<const FMA: bool>(self, [$x, $g]: [f32; 2]) -> f32 {
+                $fast
             }
             #[inline(always)]
-            fn f64(self, [x, g]: [f64; 2]) -> f64 {
-                let at: fn(f64) -> f64 = $at;
-                g * at(x)
+            fn f64(self, [$y, $h]: [f64; 2]) -> f64 {
+                $wide
             }
             #[inline(always)]
             fn i64(self, [_, g]: [i64; 2]) -> i64 {
@@ -253,16 +262,16 @@ functions! {
         => derivative(|x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2), f32(|x| math::exp2::<FMA>(x) * LN_2 as f32));
     /// Returns the natural logarithm of each element.
     log: Monotonicity::IncreasingWhereDefined, Float, |x| near(x.ln())
-        => derivative(f64::recip, DTensor::reciprocal, f32(|x| 1.0 / x));
+        => one_over(std::convert::identity::<f64>, |x: &DTensor| Result::<DTensor>::Ok(x.clone()), f32(|x| x));
     /// Returns `log(1 + x)` of each element, accurate near 0.
     log1p: Monotonicity::IncreasingWhereDefined, Float, |x| fast(x.ln_1p())
-        => derivative(|x| 1.0 / (1.0 + x), |x| x.add_scalar(1.0)?.reciprocal(), f32(|x| 1.0 / (1.0 + x)));
+        => one_over(|x: f64| 1.0 + x, |x: &DTensor| x.add_scalar(1.0), f32(|x| 1.0 + x));
     /// Returns the logarithm to base 2 of each element.
     log2: Monotonicity::IncreasingWhereDefined, Float, |x| near(x.log2())
-        => derivative(|x| 1.0 / (x * LN_2), |x| x.mul_scalar(LN_2)?.reciprocal(), f32(|x| 1.0 / (x * LN_2 as f32)));
+        => one_over(|x: f64| x * LN_2, |x: &DTensor| x.mul_scalar(LN_2), f32(|x| x * LN_2 as f32));
     /// Returns the logarithm to base 10 of each element.
     log10: Monotonicity::IncreasingWhereDefined, Float, |x| near(x.log10())
-        => derivative(|x| 1.0 / (x * LN_10), |x| x.mul_scalar(LN_10)?.reciprocal(), f32(|x| 1.0 / (x * LN_10 as f32)));
+        => one_over(|x: f64| x * LN_10, |x: &DTensor| x.mul_scalar(LN_10), f32(|x| x * LN_10 as f32));
     /// Returns the square root of each element.
     sqrt: Monotonicity::IncreasingWhereDefined, Float, |x| each(x.sqrt())
         => derivative(|x| 0.5 / x.sqrt(), |x| x.rsqrt()?.mul_scalar(0.5), f32(|x| 0.5 / x.sqrt()));

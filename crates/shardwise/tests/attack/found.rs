@@ -134,3 +134,97 @@ fn kl_div_of_an_invalid_target_is_nan() {
         Ok(())
     });
 }
+
+#[test]
+fn losses_with_two_branches_keep_small_gradients_and_those_of_infinite_distances() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[1e-9, -1e-9, 0.25, -3.0, f64::INFINITY], DType::F32, mesh, &placement)?.requires_grad();
+        let target = x.zeros_like()?;
+        for loss in [x.smooth_l1_loss(&target, 1.0, Reduction::Sum)?, x.huber_loss(&target, 1.0, Reduction::Sum)?] {
+            let slope = loss.backward()?.get(&x)?.full_tensor()?.to_vec1::<f32>()?;
+            assert_eq!(slope, [1e-9, -1e-9, 0.25, -1.0, 1.0]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_gradient_of_a_logarithm_divides_by_subnormal_numbers() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[1e-40, 2.0], DType::F32, mesh, &placement)?.requires_grad();
+        let weight = reals(&[0.0, 1.0], DType::F32, mesh, &placement)?;
+        let slope = x.log()?.mul(&weight)?.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f32>()?;
+        assert_eq!(slope, [0.0, 0.5]);
+        Ok(())
+    });
+}
+
+#[test]
+fn interpolation_reaches_its_ends() {
+    everywhere(|mesh, placement| {
+        let a = reals(&[1e20, 5.0], DType::F32, mesh, &placement)?;
+        let b = reals(&[3.0, f64::INFINITY], DType::F32, mesh, &placement)?;
+        let weight = reals(&[1.0, 0.25], DType::F32, mesh, &placement)?;
+        assert_eq!(a.lerp(&b, &weight)?.full_tensor()?.to_vec1::<f32>()?, [3.0, f32::INFINITY]);
+        assert_eq!(a.lerp(&b, 1.0)?.full_tensor()?.to_vec1::<f32>()?[0], 3.0);
+        assert!(a.lerp(&b, 0.9)?.full_tensor()?.to_vec1::<f32>()?[1].is_nan());
+        Ok(())
+    });
+}
+
+#[test]
+fn nan_is_inserted_after_all_boundaries() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[f64::NAN, 2.0, -1.0], DType::F32, mesh, &placement)?;
+        let boundaries = reals(&[0.0, 2.0, 4.0], DType::F32, mesh, &placement)?;
+        assert_eq!(x.bucketize(&boundaries)?.full_tensor()?.to_vec1::<i64>()?, [3, 1, 0]);
+        assert_eq!(boundaries.searchsorted(&x, true)?.full_tensor()?.to_vec1::<i64>()?, [3, 2, 0]);
+        Ok(())
+    });
+}
+
+#[test]
+fn averages_of_integers_do_not_wrap() {
+    everywhere(|mesh, placement| {
+        let x = Tensor::new(&[i64::MAX, i64::MAX, i64::MAX - 3, i64::MAX], &Device::Cpu)?;
+        let x = DTensor::distribute_tensor(&x, mesh, [placement], None)?;
+        assert_eq!(x.mean_all()?.item::<f32>()?, i64::MAX as f32);
+        Ok(())
+    });
+}
+
+#[test]
+fn shapes_that_pytorch_refuses_are_refused() {
+    everywhere(|mesh, _| {
+        let zeros = |shape: &[usize]| DTensor::zeros(shape, DType::F32, mesh, [Replicate]);
+        let (a, b) = (zeros(&[3, 1, 2])?, zeros(&[3, 2, 1])?);
+        assert!(zeros(&[2, 3, 1, 1])?.baddbmm(&a, &b, 1.0, 1.0).is_err(), "the result would have four dimensions");
+        assert!(zeros(&[3, 2, 1])?.baddbmm(&a, &b, 1.0, 1.0).is_err(), "the product would be repeated");
+        assert!(zeros(&[4, 5, 6])?.rms_norm(2, Some(&zeros(&[6])?), 1e-5).is_err(), "a weight of one dimension");
+        assert!(zeros(&[4, 5, 6])?.layer_norm(2, None, Some(&zeros(&[6])?), 1e-5).is_err(), "a bias of one dimension");
+        let index = DTensor::zeros(&[2], DType::I64, mesh, [Replicate])?;
+        assert!(zeros(&[2, 1])?.index_put(&[&index], &zeros(&[2])?, true).is_err(), "one row of values for two of one");
+        let put = zeros(&[2, 3])?.index_put(&[&index], &zeros(&[3])?.add_scalar(7.0)?, false)?;
+        assert_eq!(put.full_tensor()?.to_vec2::<f32>()?, [[7.0; 3], [0.0; 3]]);
+        assert_eq!(zeros(&[2, 3])?.diagonal(isize::MIN)?.shape(), [0]);
+        Ok(())
+    });
+}
+
+#[test]
+fn given_statistics_in_half_precision_are_used_in_f32() {
+    everywhere(|mesh, placement| {
+        let column = |values: &[f64], shape: &[isize]| {
+            reals(values, DType::BF16, mesh, &Replicate)?.reshape(shape)?.redistribute([placement.clone()])
+        };
+        let x = column(&[6.0, 1.0], &[2, 1])?;
+        let (mean, variance) =
+            (reals(&[0.7], DType::BF16, mesh, &Replicate)?, reals(&[0.3], DType::BF16, mesh, &Replicate)?);
+        let found = x.batch_norm(Some((&mean, &variance)), None, None, 1e-5)?.full_tensor()?;
+        let wide = |t: &DTensor| t.to_dtype(DType::F64);
+        let exact =
+            wide(&x)?.batch_norm(Some((&wide(&mean)?, &wide(&variance)?)), None, None, 1e-5)?.to_dtype(DType::BF16)?;
+        assert_eq!(found.to_vec2::<half::bf16>()?, exact.full_tensor()?.to_vec2::<half::bf16>()?);
+        Ok(())
+    });
+}

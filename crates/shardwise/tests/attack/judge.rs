@@ -180,7 +180,7 @@ fn finish(call: &Call, inputs: &[DTensor], outputs: &[DTensor], world: &World) -
 /// Whether an error is about the value of an element, which the rank that holds it finds.
 fn depends_on_data(error: &Error) -> bool {
     let text = error.to_string();
-    ["invalid index", "invalid divisor"].iter().any(|kind| text.contains(kind))
+    ["invalid index", "invalid class index", "invalid divisor"].iter().any(|kind| text.contains(kind))
 }
 
 /// Whether two ranks came to the same result.

@@ -76,6 +76,14 @@ const MEANT: &[(&str, &str, &str)] = &[
     ("", "same dtype", "operands of different types meet in one that holds both"),
     ("", "expected dtype", "operands of different types meet in one that holds both"),
     ("", "scalar type", "operands of different types meet in one that holds both"),
+    ("", "dtypes must be the same", "operands of different types meet in one that holds both"),
+    ("", "dtypes match", "operands of different types meet in one that holds both"),
+    ("rotary_embedding", "needed a number that usize holds", "positions count from 0"),
+    (
+        "scaled_dot_product_attention",
+        "at non-singleton dimension",
+        "several query heads may share a key head without a flag",
+    ),
 ];
 
 /// The call of a seed.
