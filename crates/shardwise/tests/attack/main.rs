@@ -78,7 +78,9 @@ const MEANT: &[(&str, &str, &str)] = &[
     ("", "scalar type", "operands of different types meet in one that holds both"),
     ("", "dtypes must be the same", "operands of different types meet in one that holds both"),
     ("", "dtypes match", "operands of different types meet in one that holds both"),
+    ("", "self.dtype to be equal to src.dtype", "operands of different types meet in one that holds both"),
     ("rotary_embedding", "needed a number that usize holds", "positions count from 0"),
+    ("one_hot", "needed a number that usize holds", "the number of classes does not depend on elements"),
     (
         "scaled_dot_product_attention",
         "at non-singleton dimension",

@@ -184,8 +184,13 @@ impl Input {
         if self.dtype.is_float() {
             let (.., largest, _) = range(self.dtype);
             let one = |&f: &usize| {
-                let x = self.real(f);
-                pending.iter().fold(x, |x, &(op, k, i)| real_operand(x, op, k, i, f, largest))
+                let (mut x, mut bound) = (self.real(f), largest);
+                for &(op, k, i) in &pending {
+                    x = real_operand(x, op, k, i, f, bound);
+                    // Terms of opposite sign on one axis alone: 3x, which another order of two axes adds up to, may round.
+                    bound = if op == ReduceOp::Sum { 0.0 } else { bound };
+                }
+                x
             };
             to_tensor(&Elements::Real(flat.iter().map(one).collect()), &shape, self.dtype)
         } else {
