@@ -113,7 +113,8 @@ fn positive_zeta(s: f64, q: f64) -> f64 {
     while a < 10.0 + s {
         let term = a.powf(-s);
         sum += term;
-        if term == f64::INFINITY || term < 1e-17 * sum {
+        // Equal where both are 0: the powers of a large order.
+        if term == f64::INFINITY || term <= 1e-17 * sum {
             return sum;
         }
         a += 1.0;

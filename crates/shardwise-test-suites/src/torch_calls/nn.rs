@@ -353,8 +353,12 @@ fn resize(a: &Arguments<'_>, mode: &str, align_corners: bool) -> Result<DTensor>
 }
 
 fn numbered_grid(a: &Arguments<'_>) -> Result<DTensor> {
-    let mode = [GridMode::Bilinear, GridMode::Nearest, GridMode::Bicubic][a.size("interpolation_mode")?];
-    let padding = [GridPadding::Zeros, GridPadding::Border, GridPadding::Reflection][a.size("padding_mode")?];
+    let mode = [GridMode::Bilinear, GridMode::Nearest, GridMode::Bicubic].get(a.size("interpolation_mode")?).copied();
+    let padding =
+        [GridPadding::Zeros, GridPadding::Border, GridPadding::Reflection].get(a.size("padding_mode")?).copied();
+    let (Some(mode), Some(padding)) = (mode, padding) else {
+        return Err(Error::other("modes are numbered from 0 to 2"));
+    };
     a.tensor("input")?.grid_sample(&a.tensor("grid")?, mode, padding, a.flag("align_corners"))
 }
 

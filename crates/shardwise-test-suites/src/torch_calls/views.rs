@@ -30,7 +30,8 @@ calls! {
             Some(start) => start.item::<i64>()? as isize,
             None => a.int("start")?,
         };
-        let size = x.shape()[(dim + if dim < 0 { x.ndim() as isize } else { 0 }) as usize] as isize;
+        let at = if dim < 0 { dim.wrapping_add(x.ndim() as isize) } else { dim };
+        let size = x.shape().get(at as usize).map_or(0, |&n| n as isize);
         x.narrow(dim, (start + if start < 0 { size } else { 0 }) as usize, a.size("length")?)
     };
     "select(input, dim, index)" => |a| a.tensor("input")?.select(a.int("dim")?, a.int("index")?);

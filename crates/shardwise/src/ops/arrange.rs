@@ -10,7 +10,7 @@ use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
 use crate::op::check_one_mesh;
 use crate::placement::Placement;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, check_whole};
 use shardwise_kernels::SliceTable;
 
 impl DTensor {
@@ -77,6 +77,8 @@ impl DTensor {
         if sections == 0 {
             return Err(self.bad_dims("tensor_split", &[dim], "at least one section"));
         }
+        // Every section is a tensor, with a node of the graph where gradients are recorded.
+        check_whole(&[sections, 64 * size_of::<DTensor>()], DType::U8)?;
         let sizes: Vec<usize> = (0..sections).map(|i| n / sections + usize::from(i < n % sections)).collect();
         self.split_sizes(&sizes, dim)
     }

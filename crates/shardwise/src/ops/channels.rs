@@ -18,7 +18,8 @@ impl DTensor {
     pub fn pixel_shuffle(&self, upscale_factor: usize) -> Result<DTensor> {
         const NAME: &str = "pixel_shuffle";
         let (r, n) = (upscale_factor, self.ndim());
-        if n < 3 || r == 0 || !self.shape()[n - 3].is_multiple_of(r * r) {
+        let square = r.checked_mul(r).filter(|&square| square > 0);
+        if n < 3 || square.is_none_or(|square| !self.shape()[n - 3].is_multiple_of(square)) {
             return Err(self.no_multiple(
                 NAME,
                 r,

@@ -13,7 +13,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::Placement;
 use crate::rule::Signature;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, check_whole};
 use shardwise_kernels::{SortOrder, concat};
 
 /// Distinct elements or slices, as [`unique`](DTensor::unique) returns them.
@@ -174,6 +174,7 @@ impl DTensor {
             true => self.amax(&[], false)?.to_dtype(DType::I64)?.item::<i64>()?.max(0) as usize + 1,
         };
         let size = most.max(min_length);
+        check_whole(&[size], DType::F64)?;
         let weights = match weights {
             None => self.ones_like()?.to_dtype(DType::I64)?,
             Some(w) if w.dtype() == DType::F32 => w.clone(),
@@ -270,6 +271,7 @@ impl DTensor {
     /// The range to divide into intervals: the given one, that of the elements, or one around a single value.
     #[track_caller]
     fn range_of(&self, name: &'static str, bins: usize, min: f64, max: f64, around: f64) -> Result<(f64, f64)> {
+        check_whole(&[bins], DType::F64)?;
         let (mut low, mut high) = (min, max);
         if low == high && self.elem_count() > 0 && self.is_readable() {
             let number = |x: DTensor| x.to_dtype(DType::F64)?.item::<f64>();

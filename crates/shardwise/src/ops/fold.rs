@@ -81,7 +81,7 @@ impl DTensor {
             return Err(ErrorKind::Argument.error("window", found, needed, "correct the sizes"));
         };
         let border = |s: usize| {
-            let total = dilation[s] * kernel_size[s].saturating_sub(1);
+            let total = dilation[s].saturating_mul(kernel_size[s].saturating_sub(1));
             (total / 2, total - total / 2)
         };
         self.pad(&(0..spatial).rev().map(border).collect::<Vec<_>>(), 0)

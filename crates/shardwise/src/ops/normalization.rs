@@ -355,6 +355,9 @@ impl DTensor {
         bias: Option<&DTensor>,
         eps: f64,
     ) -> Result<DTensor> {
+        if self.ndim() < 2 {
+            return Err(self.bad_dims("batch_norm", &[], "[n, channels, ...]"));
+        }
         let fused = match statistics {
             None => self.fused_batch_norm(weight, bias, eps)?,
             Some((mean, variance)) => self.fused_inference_norm([mean, variance], weight, bias, eps)?,

@@ -14,7 +14,7 @@ use super::windows::positions;
 use super::{OpEntry, SampleInput};
 use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
-use crate::tensor::{DTensor, Number};
+use crate::tensor::{DTensor, Number, check_whole};
 use shardwise_kernels::SliceTable;
 
 /// How [`interpolate`](DTensor::interpolate) computes new elements, PyTorch's `mode`.
@@ -139,6 +139,9 @@ fn weights(
     (0..to).map(one).collect()
 }
 
+/// Words that the sources and weights of one element of the result take, with the vector that holds them.
+const ROW_WORDS: usize = 11;
+
 impl DTensor {
     /// Resamples the last dimensions to `sizes`.
     ///
@@ -166,6 +169,7 @@ impl DTensor {
         };
         let mut x = self.to_dtype(wide)?;
         for (s, &to) in sizes.iter().enumerate() {
+            check_whole(&[to, ROW_WORDS], DType::F64)?;
             let factor = options.scale_factor.as_ref().and_then(|all| all.get(s).or(all.first()).copied());
             let rows = weights(options.mode, own[s], to, options.align_corners, factor);
             x = x.slice_sums("interpolate", lead + s, SliceTable::new(own[s], rows))?;
@@ -200,9 +204,13 @@ impl DTensor {
             if before == 0 && after == 0 {
                 continue;
             }
-            if n + before + after < 0 || before < -n || after < -n {
+            let Some(size) = n.checked_add(before).and_then(|size| size.checked_add(after)) else {
+                return Err(wrong("borders that memory can address"));
+            };
+            if size < 0 || before < -n || after < -n {
                 return Err(wrong("borders that remove no more than there is"));
             }
+            check_whole(&[size as usize], self.dtype())?;
             if mode == PadMode::Circular && (before < 0 || after < 0) {
                 // What is left is repeated.
                 let (cut, end) = ((-before).max(0), n - (-after).max(0));

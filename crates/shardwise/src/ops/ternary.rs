@@ -107,9 +107,9 @@ impl DTensor {
                 weight => b.sub(&difference.mul_scalar(1.0 - weight)?),
             },
             Operand::Tensor(weight) => {
-                let from_start = self.add(&difference.mul(weight)?)?;
-                let from_end = b.sub(&difference.mul(&weight.rsub_scalar(1.0)?)?)?;
-                weight.abs()?.lt(0.5)?.where_cond(&from_start, &from_end)
+                let near = weight.detach().abs()?.lt(0.5)?;
+                let factor = weight.sub(&near.logical_not()?.to_dtype(weight.dtype())?)?;
+                near.where_cond(self, b)?.add(&difference.mul(&factor)?)
             }
         }
     }

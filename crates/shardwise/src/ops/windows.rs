@@ -11,7 +11,7 @@ use super::arrange::{one_mesh, signed};
 use super::slice_sums::{EmptyRow, sum_type};
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, check_whole};
 use shardwise_kernels::SliceTable;
 
 /// Options of a pool, with one number for all spatial dimensions or one for each.
@@ -60,6 +60,9 @@ impl PoolOptions {
         pooled.iter().enumerate().map(one).collect()
     }
 }
+
+/// Words that a window of one element takes in a [`WindowTable`]: a vector, its element and its size.
+const WINDOW_WORDS: usize = 6;
 
 /// The windows of one dimension.
 struct WindowTable {
@@ -143,8 +146,11 @@ impl PoolOptions {
             if size == 0 || stride == 0 || dilation == 0 || padding > size / 2 {
                 return Err(wrong("sizes, strides and dilations of at least 1, and padding of half a window at most"));
             }
-            let reach = dilation * (size - 1) + 1;
-            let Some(room) = (n + 2 * padding).checked_sub(reach) else {
+            let fits = || {
+                let reach = dilation.checked_mul(size - 1)?.checked_add(1)?;
+                Some((reach, n.checked_add(2 * padding)?.checked_sub(reach)?))
+            };
+            let Some((reach, room)) = fits() else {
                 return Err(wrong("a window that fits into the padded dimension"));
             };
             let mut count = if self.ceil_mode { room.div_ceil(stride) } else { room / stride } + 1;
@@ -232,7 +238,7 @@ impl DTensor {
         let planes: usize = self.shape()[..lead].iter().product();
         let fits = (0..spatial).all(|s| {
             let (n, size) = (self.shape()[lead + s], per_dim(kernel_size, s, 1));
-            output_size[s] >= 1 && output_size[s] + size <= n + 1 && size >= 1
+            output_size[s] >= 1 && output_size[s].checked_add(size).is_some_and(|end| end <= n + 1) && size >= 1
         });
         if !fits || samples.elem_count() != planes * spatial {
             let found = format!(
@@ -278,6 +284,7 @@ impl DTensor {
     pub fn max_unpool(&self, indices: &DTensor, sizes: &[usize]) -> Result<DTensor> {
         self.check_spatial("max_unpool", sizes.len())?;
         let lead = self.ndim() - sizes.len();
+        check_whole(&[&self.shape()[..lead], sizes].concat(), self.dtype())?;
         let volume: usize = sizes.iter().product();
         if indices.shape() != self.shape() {
             let found = format!("indices {} in max_unpool of {}", indices.layout(), self.layout());
@@ -312,8 +319,11 @@ impl DTensor {
             let n = self.shape()[self.ndim() - spatial + s];
             let (size, stride) = (per_dim(kernel_size, s, 1), per_dim(stride, s, 1).max(1));
             let (dilation, padding) = (per_dim(dilation, s, 1), per_dim(padding, s, 0));
-            let reach = dilation * (size.max(1) - 1) + 1;
-            let Some(room) = (n + 2 * padding).checked_sub(reach).filter(|_| size > 0 && dilation > 0) else {
+            let room = || {
+                let reach = dilation.checked_mul(size.max(1) - 1)?.checked_add(1)?;
+                padding.checked_mul(2)?.checked_add(n)?.checked_sub(reach)
+            };
+            let Some(room) = room().filter(|_| size > 0 && dilation > 0) else {
                 let found = format!("windows of {kernel_size:?} in im2col of {}", self.layout());
                 let needed = "a window that fits into the padded image";
                 return Err(ErrorKind::Argument.error("window", found, needed, "use a smaller window"));
@@ -361,6 +371,9 @@ impl DTensor {
     fn adaptive_tables(&self, name: &'static str, sizes: &[Option<usize>]) -> Result<Vec<WindowTable>> {
         self.check_spatial(name, sizes.len())?;
         let own = &self.shape()[self.ndim() - sizes.len()..];
+        for size in sizes.iter().flatten() {
+            check_whole(&[*size, WINDOW_WORDS], DType::F64)?;
+        }
         Ok(own.iter().zip(sizes).map(|(&n, size)| WindowTable::adaptive(n, size.unwrap_or(n))).collect())
     }
 

@@ -27,7 +27,7 @@ pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
 pub use moves::RedistributeOptions;
 pub use operand::Operand;
-pub(crate) use room::{check_metas, check_room};
+pub(crate) use room::{check_metas, check_room, check_whole};
 pub use sequences::{Arange, Linspace, Logspace};
 pub(crate) use show::{ShownPart, local_text, show_parts};
 pub use state::DTensorState;

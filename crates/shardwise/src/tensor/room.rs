@@ -37,6 +37,11 @@ pub(crate) fn check_metas(metas: &[TensorMeta], ranks: usize, dry: bool) -> Resu
     Ok(())
 }
 
+/// Checks that a tensor of which every rank has all elements, or a table of as many, fits into memory.
+pub(crate) fn check_whole(shape: &[usize], dtype: DType) -> Result<()> {
+    check_metas(&[TensorMeta { shape: shape.to_vec(), dtype }], 1, false)
+}
+
 #[cold]
 fn refused(found: &str, bytes: usize) -> Error {
     let gigabytes = |bytes: usize| format!("{:.1} GB", bytes as f64 / 1e9);

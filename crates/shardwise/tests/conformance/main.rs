@@ -2,6 +2,7 @@
 //!
 //! The vectors in `data/` are used unless `SHARDWISE_CONFORMANCE_DIR` names another directory of the same form.
 
+mod damaged;
 mod dcp;
 mod grads;
 mod local_shards;
@@ -76,4 +77,9 @@ fn opinfo() {
 #[test]
 fn operators_in_random_placements() {
     opinfo::run_in_random_placements();
+}
+
+#[test]
+fn damaged_operator_calls_end_in_errors() {
+    damaged::run();
 }

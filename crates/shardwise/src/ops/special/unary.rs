@@ -271,14 +271,14 @@ impl DTensor {
     /// Elementwise, as [`lgamma`](Self::lgamma).
     ///
     /// # Errors
-    /// If `p` is 0.
+    /// If `p` is 0, or above 65536: every dimension is a pass over the elements.
     #[doc(alias = "special.multigammaln")]
     #[track_caller]
     pub fn mvlgamma(&self, p: usize) -> Result<DTensor> {
-        if p == 0 {
-            let found = format!("dimension 0 in mvlgamma of {}", self.layout());
+        if !(1..=1 << 16).contains(&p) {
+            let found = format!("dimension {p} in mvlgamma of {}", self.layout());
             let kind = crate::error::ErrorKind::Argument;
-            return Err(kind.error("dimension", found, "at least 1", "use lgamma for one dimension"));
+            return Err(kind.error("dimension", found, "1 to 65536", "use lgamma for one dimension"));
         }
         let x = if self.dtype().is_float() { self.clone() } else { self.to_dtype(candle_core::DType::F32)? };
         let constant = 0.25 * (p * (p - 1)) as f64 * PI.ln();
