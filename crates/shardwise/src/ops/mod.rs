@@ -12,6 +12,7 @@ mod channel_norm;
 mod channels;
 mod class_loss;
 mod complex;
+mod complex_fft;
 mod contraction;
 mod convolution;
 mod custom_elementwise;
