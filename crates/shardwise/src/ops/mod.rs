@@ -40,6 +40,7 @@ mod loss;
 mod margin_loss;
 mod masked;
 mod masked_reduce;
+mod multinomial;
 mod narrow;
 mod normalization;
 mod operators;
@@ -143,7 +144,7 @@ static OPS: [&[OpEntry]; 36] = [
 ];
 
 /// Composed operators by family.
-static COMPOSED_OPS: [&[OpEntry]; 21] = [
+static COMPOSED_OPS: [&[OpEntry]; 22] = [
     tensor_product::OPS,
     channels::OPS,
     masked_reduce::OPS,
@@ -154,6 +155,7 @@ static COMPOSED_OPS: [&[OpEntry]; 21] = [
     scatter_reduce::OPS,
     lookup::COMPOSED_OPS,
     dropout::COMPOSED_OPS,
+    multinomial::COMPOSED_OPS,
     windows::OPS,
     fold::OPS,
     resample::OPS,

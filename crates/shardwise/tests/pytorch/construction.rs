@@ -219,7 +219,7 @@ fn local_and_global_shapes_of_256_ranks_agree() {
         for c in &kinds {
             let layout = Layout::new(&mesh, shape.as_slice(), [a.clone(), b.clone(), c.clone()]).unwrap();
             for (dim, size) in shape.iter().enumerate() {
-                // along the axes that shard it the parts of a dimension add up to it, on the others they are equal
+                // along the axes that shard it the parts of a dimension add up to its size, along other axes they are equal
                 let sharded: Vec<usize> =
                     (0..3).filter(|&axis| layout.placements()[axis] == Shard(dim as isize)).collect();
                 let first = |rank: &usize| {

@@ -10,7 +10,7 @@ use crate::{assert_close, list, on, replicated, tensor};
 
 const SUM: Placement = Partial(ReduceOp::Sum);
 
-/// Decisions that a call had to take, not those that it found.
+/// How many decisions of a call were not in the cache.
 fn decided<T>(body: impl FnOnce() -> Result<T>) -> Result<usize> {
     let before = cache_report().misses;
     body()?;
@@ -113,6 +113,30 @@ fn shards_follow_the_larger_operand() {
         // operands that have to move keep the number between them
         let (x, y) = (of(&[8, 6], "S(0),R")?, of(&[8, 6], "S(1),R")?);
         assert_close(&x.lerp(&y, -0.5)?, &replicated(&x)?.lerp(&replicated(&y)?, -0.5)?, "lerp");
+        Ok(())
+    });
+}
+
+#[test]
+fn sums_and_products_on_three_axes_combine_the_shards_of_their_operands() {
+    on(8, |world| {
+        let mesh = world.mesh([("a", 2), ("b", 2), ("c", 2)])?;
+        let of = |text: &str| tensor(&mesh, &[8, 8], &Placement::parse_list(text)?);
+        type Function = fn(&DTensor, &DTensor) -> Result<DTensor>;
+        let cases: [(Function, &str, &str, &str); 5] = [
+            (|a, b| a.add(b), "R,S(0),S(1)", "R,R,R", "R,S(0),S(1)"),
+            (|a, b| a.add(b), "R,R,S(1)", "S(0),R,R", "S(0),R,S(1)"),
+            (|a, b| a.matmul(b), "S(0),R,S(1)", "R,S(1),S(0)", "S(0),S(1),P(sum)"),
+            (|a, b| a.matmul(b), "S(0),S(0),R", "R,R,S(1)", "S(0),S(0),S(1)"),
+            (|a, b| a.matmul(b), "SS(0,2),S(0),R", "R,R,S(1)", "SS(0,2),S(0),S(1)"),
+        ];
+        for (function, left, right, result) in cases {
+            let (x, y) = (of(left)?, of(right)?);
+            let (z, calls) = counted(&world, || function(&x, &y))?;
+            assert!(calls.is_empty(), "{left} and {right}: {calls:?}");
+            assert_eq!(z.placements(), Placement::parse_list(result)?, "{left} and {right}");
+            assert_close(&z, &function(&replicated(&x)?, &replicated(&y)?)?, left);
+        }
         Ok(())
     });
 }

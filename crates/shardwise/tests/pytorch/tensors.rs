@@ -137,6 +137,7 @@ fn copies_conversions_and_parts_keep_layout_and_values() {
             let x = tensor(&mesh, &[9, 4], &[placement])?.requires_grad();
             let copy = x.clone();
             assert_eq!((copy.layout(), rows(&copy.to_local())), (x.layout(), rows(&x.to_local())));
+            assert!(copy.shares_memory(&x));
             let detached = (&x * 2.0)?.detach();
             assert!(!detached.has_gradient() && (&x * 2.0)?.has_gradient());
             assert_eq!(rows(&detached.to_local()), rows(&(&x * 2.0)?.to_local()));
@@ -234,6 +235,59 @@ fn dropout_drops_the_same_elements_on_every_shard_and_scales_the_gradient() {
             assert_eq!(list(y)?, [expected; 3]);
         }
         assert_eq!(list(&(&integers / 2)?)?, [4.0; 3]);
+        Ok(())
+    });
+}
+
+#[test]
+fn indices_are_drawn_by_their_weights_alike_in_every_layout() {
+    on(3, |world| {
+        let mesh = world.mesh([("a", 3)])?;
+        let weights = [0.0, 1.0, 2.0, 0.0, 5.0];
+        let rows = 4001;
+        let of = |placement: Placement| {
+            DTensor::from_fn(((rows, 5), DType::F64), &mesh, [Replicate], |i| weights[i[1]] * (1 + i[0] % 7) as f64)?
+                .redistribute([placement])
+        };
+        for replacement in [true, false] {
+            mesh.manual_seed(5);
+            let expected = of(Replicate)?.multinomial(3, replacement)?;
+            assert_eq!((expected.shape(), expected.dtype()), (&[rows, 3][..], DType::I64));
+            for placement in [Shard(0), Shard(1), SUM] {
+                mesh.manual_seed(5);
+                let (drawn, calls) = counted(&world, || of(placement.clone())?.multinomial(3, replacement))?;
+                assert!(calls.len() <= 1 && drawn.equal(&expected)?, "{placement}: {calls:?}");
+            }
+            let all = expected.full_tensor()?.to_vec2::<i64>()?;
+            // the first of a row has the probabilities of the weights, within five standard deviations
+            for (index, weight) in weights.iter().enumerate() {
+                let found = all.iter().filter(|row| row[0] == index as i64).count() as f64;
+                let share = weight / 8.0;
+                let spread = 5.0 * (rows as f64 * share * (1.0 - share)).sqrt();
+                assert!((found - rows as f64 * share).abs() <= spread, "{found} of index {index}");
+            }
+            for row in &all {
+                assert!(row.iter().all(|index| weights[*index as usize] > 0.0), "{row:?}");
+                let mut different = row.clone();
+                different.sort_unstable();
+                different.dedup();
+                assert!(replacement || different.len() == 3, "{row:?}");
+            }
+        }
+        let vector = DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?.multinomial(9, true)?;
+        assert_eq!(
+            (vector.shape(), vector.full_tensor()?.to_vec1::<i64>()?.iter().all(|i| (0..4).contains(i))),
+            (&[9][..], true)
+        );
+        for (wrong, count, part) in [
+            (of(Replicate)?, 4, "3 weights above 0 for 4 indices"),
+            ((of(Replicate)? - 1.0)?, 1, "a row [-1.0"),
+            (of(Replicate)?.zeros_like()?, 1, "0 weights above 0"),
+            (of(Replicate)?, 0, "0 indices"),
+        ] {
+            let error = wrong.multinomial(count, false).expect_err(part).to_string();
+            assert!(error.contains(part) && error.contains("multinomial"), "{error}");
+        }
         Ok(())
     });
 }
