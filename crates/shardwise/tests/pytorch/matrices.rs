@@ -42,7 +42,8 @@ fn products_and_their_gradients_are_right_in_every_placement() {
         for (name, product, shapes, batched) in &cases {
             let leaves = |placements: &[Placement]| -> Result<Vec<DTensor>> {
                 let each = shapes.iter().zip(placements);
-                each.map(|(shape, p)| Ok((tensor(&mesh, shape, &[p.clone()])? * 0.25)?.requires_grad())).collect()
+                each.map(|(shape, p)| Ok((tensor(&mesh, shape, std::slice::from_ref(p))? * 0.25)?.requires_grad()))
+                    .collect()
             };
             let whole = leaves(&vec![Replicate; shapes.len()])?;
             let expected = product(&whole)?;
@@ -147,7 +148,7 @@ fn attention_of_sharded_batches_and_heads_has_the_gradients_of_one_rank() {
         let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };
         let leaves = |placement: Placement| -> Result<Vec<DTensor>> {
             let of = |factor: f64| -> Result<DTensor> {
-                Ok((tensor(&mesh, &[4, 8, 8, 8], &[placement.clone()])? * factor)?.requires_grad())
+                Ok((tensor(&mesh, &[4, 8, 8, 8], std::slice::from_ref(&placement))? * factor)?.requires_grad())
             };
             [0.3, 0.2, 1.0].into_iter().map(of).collect()
         };
@@ -161,9 +162,9 @@ fn attention_of_sharded_batches_and_heads_has_the_gradients_of_one_rank() {
             let inputs = leaves(placement.clone())?;
             let (y, grads, calls) = counted_both_ways(&world, || run(&inputs))?;
             assert!(calls.concat().is_empty(), "{placement}: {calls:?}");
-            assert_eq!(y.placements(), [placement.clone()]);
+            assert_eq!(y.placements(), std::slice::from_ref(&placement));
             for (leaf, one) in inputs.iter().zip(&whole) {
-                assert_eq!(grads.get(leaf)?.placements(), [placement.clone()]);
+                assert_eq!(grads.get(leaf)?.placements(), std::slice::from_ref(&placement));
                 assert!(grads.get(leaf)?.allclose(wanted.get(one)?, 1e-10, 1e-10)?, "{placement}");
             }
         }

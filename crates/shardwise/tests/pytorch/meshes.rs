@@ -78,7 +78,7 @@ fn collectives_of_a_world_without_processes_have_shapes_and_names() {
         assert_eq!(world.scatter(Some(&x), &meta, 1, &[2; 4], 0)?.dims(), [2, 2]);
         world.reduce(&x, ReduceOp::Max, 0)?;
         world.gather(&x, 0, &[2; 4], 0)?;
-        let parts = vec![x.clone(); 4];
+        let parts = vec![x; 4];
         assert_eq!(world.all_to_all(&parts, &vec![meta; 4])?.len(), 4);
         world.barrier()
     });

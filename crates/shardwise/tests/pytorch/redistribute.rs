@@ -250,7 +250,8 @@ fn costs_order_collectives_as_pytorch_does() {
 #[test]
 fn local_shapes_and_offsets_of_strided_shards_are_those_of_pytorch() {
     // recorded from compute_local_shape_and_global_offset: mesh, rows, placements, rows and first row per rank
-    let cases: [(&str, usize, &str, &[usize], &[usize]); 8] = [
+    type Case = (&'static str, usize, &'static str, &'static [usize], &'static [usize]);
+    let cases: [Case; 8] = [
         ("a=4,b=2", 39, "SS(0,3),SS(0,4)", &[8, 4, 8, 4, 8, 4, 3, 0], &[0, 2, 4, 6, 8, 10, 12, 39]),
         ("a=4,b=2", 18, "S(0),SS(0,2)", &[3, 2, 3, 2, 3, 2, 2, 1], &[0, 2, 5, 7, 10, 12, 15, 16]),
         ("a=4,b=2", 18, "S(0),S(0)", &[3, 2, 3, 2, 3, 2, 2, 1], &[0, 3, 5, 8, 10, 13, 15, 17]),

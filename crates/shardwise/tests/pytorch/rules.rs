@@ -66,18 +66,19 @@ fn shards_follow_the_larger_operand() {
         type Function = fn(&DTensor, &DTensor) -> Result<DTensor>;
         let (add, mm): (Function, Function) = (|a, b| a.add(b), |a, b| a.matmul(b));
         // operands with their placements, the placements of the result; nothing is communicated
-        let cases: [(Function, &[usize], &str, &[usize], &str, &str); 9] = [
-            (add, &[8, 6], "S(0),R", &[8, 6], "S(0),R", "S(0),R"),
-            (add, &[4, 6, 8], "R,S(2)", &[8], "R,S(0)", "R,S(2)"),
-            (add, &[4, 6, 8], "S(1),S(2)", &[1, 8], "R,S(1)", "S(1),S(2)"),
-            (add, &[20, 6], "S(1),R", &[6], "S(0),R", "S(1),R"),
-            (mm, &[8, 4], "R,R", &[4, 6], "S(1),R", "S(1),R"),
-            (mm, &[8, 4], "S(0),R", &[4, 6], "R,R", "S(0),R"),
-            (mm, &[8, 4], "S(1),R", &[4, 6], "S(0),R", "P(sum),R"),
-            (mm, &[8, 4], "S(0),R", &[4, 6], "R,S(1)", "S(0),S(1)"),
-            (mm, &[8, 4], "P(sum),S(0)", &[4, 6], "R,R", "P(sum),S(0)"),
+        type Case = (Function, &'static [usize], &'static str, &'static [usize], &'static str);
+        let cases: [(Case, &str); 9] = [
+            ((add, &[8, 6], "S(0),R", &[8, 6], "S(0),R"), "S(0),R"),
+            ((add, &[4, 6, 8], "R,S(2)", &[8], "R,S(0)"), "R,S(2)"),
+            ((add, &[4, 6, 8], "S(1),S(2)", &[1, 8], "R,S(1)"), "S(1),S(2)"),
+            ((add, &[20, 6], "S(1),R", &[6], "S(0),R"), "S(1),R"),
+            ((mm, &[8, 4], "R,R", &[4, 6], "S(1),R"), "S(1),R"),
+            ((mm, &[8, 4], "S(0),R", &[4, 6], "R,R"), "S(0),R"),
+            ((mm, &[8, 4], "S(1),R", &[4, 6], "S(0),R"), "P(sum),R"),
+            ((mm, &[8, 4], "S(0),R", &[4, 6], "R,S(1)"), "S(0),S(1)"),
+            ((mm, &[8, 4], "P(sum),S(0)", &[4, 6], "R,R"), "P(sum),S(0)"),
         ];
-        for (function, left, a, right, b, result) in cases {
+        for ((function, left, a, right, b), result) in cases {
             let what = format!("{left:?} {a} and {right:?} {b}");
             let (x, y) = (of(left, a)?, of(right, b)?);
             let (z, calls) = counted(&world, || function(&x, &y))?;
@@ -86,7 +87,7 @@ fn shards_follow_the_larger_operand() {
             assert_close(&z, &function(&replicated(&x)?, &replicated(&y)?)?, &what);
         }
         // sums that are partial along different axes, and one dimension that two axes shard: PyTorch moves the first or refuses
-        let conflicts: [(Function, &[usize], &str, &[usize], &str); 3] = [
+        let conflicts: [Case; 3] = [
             (add, &[12, 1, 1, 8], "S(0),R", &[12, 4, 8], "S(0),R"),
             (mm, &[8, 4], "S(1),R", &[4, 6], "R,S(0)"),
             (add, &[8, 6], "S(0),R", &[8, 6], "R,S(0)"),

@@ -35,7 +35,7 @@ fn row_parallel_layers_take_the_collectives_of_pytorch_both_ways() {
             let x = tensor(&mesh, &[8, 16], &[Shard(1)])?.requires_grad();
             let (y, grads, calls) = counted_both_ways(&world, || layer.forward(&x))?;
             assert_eq!(calls, [forward.to_vec(), backward.to_vec()], "output {output}");
-            assert_eq!(y.placements(), [output.clone()]);
+            assert_eq!(y.placements(), std::slice::from_ref(output));
             assert_close(&y, &expected, "output");
             assert_close(grads.get(&x)?, wanted.get(&whole_x)?, "gradient of the input");
             let (found, right) = (grads.get(&layer.weight.get())?, wanted.get(&whole.weight.get())?);
@@ -50,7 +50,8 @@ fn row_parallel_layers_take_the_collectives_of_pytorch_both_ways() {
         let wanted = expected.sum_all()?.backward()?;
         let (rows, scattered) = (RowwiseParallel::new("tp"), RowwiseParallel::new("tp").output(Shard(1)));
         let columns = ColwiseParallel::new("tp");
-        let cases: [(&dyn ParallelStyle, Placement, &[&str], &[&str]); 3] = [
+        type Case<'a> = (&'a dyn ParallelStyle, Placement, &'static [&'static str], &'static [&'static str]);
+        let cases: [Case<'_>; 3] = [
             (&rows, Replicate, &["all_reduce"], &[]),
             (&scattered, Shard(1), &["reduce_scatter"], &["all_gather"]),
             (&columns, Shard(2), &[], &[]),

@@ -85,7 +85,7 @@ fn writes_at_indices_are_right_where_the_indexed_dimension_is_sharded() {
         let mesh = world.mesh([("a", 4)])?;
         let at = |list: &[i64]| DTensor::replicate(&Tensor::new(list, &Device::Cpu)?, &mesh);
         for placement in [Replicate, Shard(0), Shard(1), SUM] {
-            let x = tensor(&mesh, &[4, 8], &[placement.clone()])?;
+            let x = tensor(&mesh, &[4, 8], std::slice::from_ref(&placement))?;
             let start = rows(&x.full_tensor()?);
             // the second row is written twice with the same values
             let (index, values) = (at(&[1, 1, 2])?, DTensor::full(3.0, ((3, 8), DType::F64), &mesh, [Replicate])?);
