@@ -19,6 +19,7 @@ const OUTSIDE: &[(&str, &str)] = &[
         "takes f8, which samples do not have; tests/pytorch/eight_bit.rs compares it with PyTorch in every layout",
     ),
     ("view_as_complex", "returns complex numbers; tests/pytorch/complex.rs compares them with PyTorch in every layout"),
+    ("fft_rfft", "returns complex numbers; tests/pytorch/complex.rs compares them with PyTorch in every layout"),
     ("i", "slices, selections and lookups, each an entry; tests/indexing.rs compares expressions of them"),
     ("set", "changes a tensor and returns none; tests/indexing.rs compares what it holds afterwards"),
 ];

@@ -5,16 +5,16 @@ use candle_core::{Tensor, Var};
 use super::first_derivative_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
-use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
+use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording, placements_hash};
 use shardwise_kernels::contiguous;
 
 /// Runs `f` on copies of the inputs' local parts, in their current layouts, and returns its result as a tensor with the given
 /// placements. Candle differentiates `f` in the backward pass.
 ///
-/// Collective: every rank of the mesh must call it, because ranks exchange the shapes of their results; elements are not
-/// communicated. The gradient of an input has the layout of the input,replicated where it is partial. Where ranks compute
-/// different things with a replicated input, each has one term of its gradient: pass `Partial(Sum)` for it in `gradients`,
-/// PyTorch's `in_grad_placements`.
+/// Collective: every rank of the mesh must call it, because ranks exchange the shapes of sharded results and agree on those of
+/// other results; elements are not communicated. The gradient of an input has the layout of the input, replicated where it is
+/// partial. Where ranks compute different things with a replicated input, each has one term of its gradient: pass `Partial(Sum)` for
+/// it in `gradients`, PyTorch's `in_grad_placements`.
 ///
 /// ```
 /// use shardwise::local_map;
@@ -75,7 +75,16 @@ pub fn local_map(
         false => inputs.iter().map(|t| t.to_local()).collect(),
     };
     let local = f(&locals)?;
-    let output = DTensor::from_local(&local.detach(), mesh, placements)?;
+    // Results that nothing shards have one shape, on which ranks agree; the sizes of shards are exchanged.
+    let sharded = placements.iter().any(|p| p.shard_dim().is_some());
+    let output = if sharded || !mesh.contains(mesh.world().rank()) {
+        DTensor::from_local(&local.detach(), mesh, placements)?
+    } else {
+        let shape = local.dims().iter().map(|&n| n as u64);
+        let form: Vec<u64> = [local.dtype() as u64, placements_hash(&placements)].into_iter().chain(shape).collect();
+        mesh.whole_group()?.agree("element type, placements and shape", &form)?;
+        DTensor::from_local_with_shape(&local.detach(), mesh, placements, local.dims())?
+    };
     let wanted = |i: usize| gradients.get(i).cloned().flatten();
     let wanted = (0..inputs.len()).map(wanted).collect();
     let backward = || {

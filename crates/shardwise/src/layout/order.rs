@@ -151,6 +151,16 @@ impl Layout {
         Err(self.no_other_form(form, "the sizes do not divide, so the two forms own different elements"))
     }
 
+    /// Whether two layouts of one shape on one mesh are two names of one distribution: every rank holds the same elements in the same
+    /// local order, with the same reductions left to do.
+    pub(crate) fn names_same_as(&self, other: &Layout) -> bool {
+        let alike = |(a, b): (&Placement, &Placement)| match (a.shard_dim(), b.shard_dim()) {
+            (None, None) => a == b,
+            (a, b) => a == b,
+        };
+        self.placements().iter().zip(other.placements()).all(alike) && self.owns_same_as(other)
+    }
+
     /// Whether every rank owns the same elements in the same local order in both layouts, which must have the same mesh
     /// and shape.
     fn owns_same_as(&self, other: &Layout) -> bool {

@@ -187,7 +187,7 @@ impl DTensor {
     /// Counts elements in `bins` intervals of equal length from `min` to `max`, or of the range of the elements if both are equal.
     /// Elements outside are not counted; the result has the type of the tensor.
     ///
-    /// Collective: counts are partial sums.
+    /// Collective: counts are partial sums. The range of sharded elements takes one all-reduce.
     #[track_caller]
     pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<DTensor> {
         let (low, high) = self.range_of("histc", bins, min, max, 1.0)?;
@@ -274,9 +274,12 @@ impl DTensor {
         check_whole(&[bins], DType::F64)?;
         let (mut low, mut high) = (min, max);
         if low == high && self.elem_count() > 0 && self.is_readable() {
-            let number = |x: DTensor| x.to_dtype(DType::F64)?.item::<f64>();
-            low = number(self.detach().amin(&[], false)?)?;
-            high = number(self.detach().amax(&[], false)?)?;
+            // The largest element is a minimum of negated ones, so that both ends are reduced in one call.
+            let x = self.detach();
+            let x = if x.dtype().is_float() { x } else { x.to_dtype(DType::F64)? };
+            let ends = DTensor::stack(&[&x.amin(&[], false)?, &x.neg()?.amin(&[], false)?], 0)?;
+            let ends = ends.all_reduced(name)?.to_dtype(DType::F64)?.to_local().to_vec1::<f64>()?;
+            (low, high) = (ends[0], -ends[1]);
         }
         if low == high {
             (low, high) = (low - around, high + around);

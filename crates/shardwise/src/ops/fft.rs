@@ -28,9 +28,20 @@ pub enum FftNorm {
 
 /// The direction of a transform: the sign of its exponents.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Direction {
+pub(super) enum Direction {
     Forward,
     Inverse,
+}
+
+impl Direction {
+    /// What a transform to `points` is multiplied by.
+    pub(super) fn factor(self, norm: FftNorm, points: f64) -> f64 {
+        match (norm, self) {
+            (FftNorm::Ortho, _) => points.sqrt().recip(),
+            (FftNorm::Backward, Direction::Inverse) | (FftNorm::Forward, Direction::Forward) => points.recip(),
+            _ => 1.0,
+        }
+    }
 }
 
 impl DTensor {
@@ -151,13 +162,10 @@ impl DTensor {
             let sines = i.times_along(last, &i.matrix(last, points, wave(f64::sin))?)?;
             result = if direction == Direction::Inverse { result.sub(&sines)? } else { result.add(&sines)? };
         }
-        let total = total as f64;
-        let factor = match (norm, direction) {
-            (FftNorm::Ortho, _) => total.sqrt().recip(),
-            (FftNorm::Backward, Direction::Inverse) | (FftNorm::Forward, Direction::Forward) => total.recip(),
-            _ => return Ok(result),
-        };
-        result.mul_scalar(factor)
+        match direction.factor(norm, total as f64) {
+            1.0 => Ok(result),
+            factor => result.mul_scalar(factor),
+        }
     }
 
     /// The dimensions to transform, each with the size of the result; the last one has half of a spectrum.
@@ -217,7 +225,7 @@ impl DTensor {
 }
 
 /// `2 pi j k / n`, reduced before it is rounded.
-fn angle(j: usize, k: usize, n: usize) -> f64 {
+pub(super) fn angle(j: usize, k: usize, n: usize) -> f64 {
     TAU * ((j * k) % n) as f64 / n as f64
 }
 

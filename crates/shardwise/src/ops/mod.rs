@@ -12,6 +12,7 @@ mod channel_norm;
 mod channels;
 mod class_loss;
 mod complex;
+mod complex_fft;
 mod contraction;
 mod convolution;
 mod custom_elementwise;
@@ -39,6 +40,7 @@ mod loss;
 mod margin_loss;
 mod masked;
 mod masked_reduce;
+mod multinomial;
 mod narrow;
 mod normalization;
 mod operators;
@@ -142,7 +144,7 @@ static OPS: [&[OpEntry]; 36] = [
 ];
 
 /// Composed operators by family.
-static COMPOSED_OPS: [&[OpEntry]; 21] = [
+static COMPOSED_OPS: [&[OpEntry]; 22] = [
     tensor_product::OPS,
     channels::OPS,
     masked_reduce::OPS,
@@ -153,6 +155,7 @@ static COMPOSED_OPS: [&[OpEntry]; 21] = [
     scatter_reduce::OPS,
     lookup::COMPOSED_OPS,
     dropout::COMPOSED_OPS,
+    multinomial::COMPOSED_OPS,
     windows::OPS,
     fold::OPS,
     resample::OPS,

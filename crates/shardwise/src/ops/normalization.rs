@@ -88,7 +88,8 @@ impl DTensor {
 
     /// Applies the softmax along a dimension.
     ///
-    /// Local if the dimension is not sharded. If it is, ranks all-reduce a maximum and a sum per line; the layout stays.
+    /// Local if the dimension is not sharded. If it is, ranks all-reduce a maximum and a sum per line, and one number per line in the
+    /// backward pass; the layout stays.
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
         // Differences of unsigned integers would wrap.
@@ -108,8 +109,10 @@ impl DTensor {
         if let Some(wide) = x.widened()? {
             return wide.softmax(dim)?.to_dtype(self.dtype());
         }
-        let exponentials = x.sub(&x.amax(&[dim], true)?)?.exp()?;
-        exponentials.div(&exponentials.sum_of_positive(&[dim])?)
+        // The result does not depend on the shift, so no gradient goes through it.
+        let shift = x.detach().amax(&[dim], true)?.all_reduced("softmax")?;
+        let exponentials = x.sub(&shift)?.exp()?;
+        exponentials.div(&exponentials.sum_of_positive(&[dim])?.all_reduced("softmax")?)
     }
 
     /// Returns the logarithm of the softmax along a dimension, without overflow.
@@ -134,8 +137,9 @@ impl DTensor {
         if let Some(wide) = x.widened()? {
             return wide.log_softmax(dim)?.to_dtype(self.dtype());
         }
-        let shifted = x.sub(&x.amax(&[dim], true)?)?;
-        shifted.sub(&shifted.exp()?.sum_of_positive(&[dim])?.log()?)
+        // As in softmax.
+        let shifted = x.sub(&x.detach().amax(&[dim], true)?.all_reduced("log_softmax")?)?;
+        shifted.sub(&shifted.exp()?.sum_of_positive(&[dim])?.all_reduced("log_softmax")?.log()?)
     }
 
     /// Computes `log(sum(exp(x)))` over some dimensions, or over all if `dims` is empty, without overflow.

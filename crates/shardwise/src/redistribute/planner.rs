@@ -59,6 +59,14 @@ pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links)
             "plan moves between meshes or shapes in steps",
         ));
     }
+    // A strided shard may be another name of shards in another order.
+    let strided = |layout: &Layout| layout.placements().iter().any(|p| p.split_factor().is_some());
+    if from != to && (strided(from) || strided(to)) && from.names_same_as(to) {
+        let cost = cost(&RedistributeStepKind::Relabel, from, to, elem, links);
+        let step =
+            RedistributeStep { kind: RedistributeStepKind::Relabel, before: from.clone(), after: to.clone(), cost };
+        return Ok(vec![RedistributePlan { from: from.clone(), to: to.clone(), steps: vec![step] }]);
+    }
     let mut plans: Vec<(MoveStrategy, RedistributePlan)> = Vec::new();
     let open = PlanBuilder::new(from, to, elem, links).open_choices();
     for bits in 0..1usize << open.min(MAX_CHOICES) {

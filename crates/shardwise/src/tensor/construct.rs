@@ -317,7 +317,7 @@ fn gather_shapes(
 }
 
 /// A hash of placements that is the same on every rank.
-fn placements_hash(placements: &[Placement]) -> u64 {
+pub(crate) fn placements_hash(placements: &[Placement]) -> u64 {
     let text = placements.iter().map(|p| p.to_string() + ",").collect::<String>();
     fnv1a(text.as_bytes())
 }

@@ -20,7 +20,7 @@ mod triangles;
 mod windows;
 
 pub use construct::FromLocalOptions;
-pub(crate) use construct::check_replicas;
+pub(crate) use construct::{check_replicas, placements_hash};
 pub use expect::check_expectations;
 pub use factories::RandomOptions;
 pub(crate) use factories::{agreed_draw, random_box};

@@ -2,7 +2,7 @@
 
 use std::f64::consts::{FRAC_PI_4, PI, SQRT_2};
 
-use shardwise::ops::ComplexTensor;
+use shardwise::ops::{ComplexTensor, FftNorm};
 use shardwise::prelude::*;
 use shardwise_test_suites::counting::{counted, counted_both_ways};
 
@@ -183,6 +183,124 @@ fn complex_numbers_are_redistributed_in_one_collective_forward_and_backward() {
         // Squares of these overflow f32.
         let large = DTensor::full(1e30, ((3, 2), DType::F32), &mesh, [Shard(0)])?.view_as_complex()?;
         assert_eq!(list((&large / &large)?.view_as_real())?, [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
+        Ok(())
+    });
+}
+
+/// Gradients of a complex and of a real signal.
+#[rustfmt::skip]
+const SIGNAL_GRADIENTS: [&[f64]; 2] = [
+    &[
+        -88.029867935756, 6.87704670818, 46.781855757697, -73.688516441335, 4.747606558814, 17.858356486662, 94.131122361363, -4.120089757388,
+        14.187680104989, 45.825997903803, -87.777529937895, -5.734203293541, 103.050920418431, -153.424445923515, -27.21104887886, 59.078751454435,
+        -204.261772762618, -50.689375134753, 26.759819789438, 136.71662545764, -63.709977769342, -29.527985888893, 135.55118153606, -119.163233342448,
+        -39.709794603692, 96.876211437719, -84.279268422091, -79.814331588776, 70.902115158041, 186.311146007618, -49.404153034642, 29.544136249562,
+        108.900879596019, -128.700348595948, 5.757454178129, 102.241731353349, -50.966879636372, -13.196775403037, 17.611811210299, -87.592906043865,
+        -9.135254103119, 22.068785996876, 63.315849140009, -32.240068693063, -9.11548607081, 58.852771526636, -44.703264406648, -7.353118041356,
+    ],
+    &[
+        -22.815841761409, -16.739094623176, 6.468527223283, 9.599411423522, 22.671381083938, -11.525272946953, -11.278190191982, -16.909805494027,
+        16.395395469773, -35.869608254718, -11.235093677913, -13.895798276329, 11.135888728026, 23.673068125725, -29.017705943878, -5.875771272188,
+        -5.253425856692, 27.184116029788, 29.695498674437, -6.867720366165, -13.788680284508, 17.239094623176, 19.307907361547, -23.466938046421,
+    ],
+];
+
+#[test]
+fn fourier_transforms_are_those_of_pytorch_in_every_layout() {
+    on(3, |world| {
+        let mesh = world.mesh([("a", 3)])?;
+        for placement in [Replicate, Shard(0), Shard(1), Partial(ReduceOp::Sum)] {
+            let leaf = |shape: &[usize], by| -> Result<DTensor> {
+                let whole = parts(&mesh, shape, by, 8.0, &Replicate)?;
+                Ok(whole.redistribute([placement.clone()])?.requires_grad())
+            };
+            let (pairs, x) = (leaf(&[4, 6, 2], [7, 3])?, leaf(&[4, 6], [5, 1])?);
+            let z = pairs.view_as_complex()?;
+            let (usual, ortho, forward) = (FftNorm::Backward, FftNorm::Ortho, FftNorm::Forward);
+            let real = |z: ComplexTensor| z.view_as_real().clone();
+            let all = || -> Result<[DTensor; 7]> {
+                Ok([
+                    real(z.fft_fft(None, -1, usual)?),
+                    real(z.fft_fft(Some(5), 0, ortho)?),
+                    real(z.fft_ifft(Some(3), 1, usual)?),
+                    z.fft_irfft(None, -1, usual)?,
+                    z.fft_irfft(Some(5), 0, forward)?,
+                    real(x.fft_rfft(None, -1, usual)?),
+                    real(x.fft_rfft(Some(7), 0, forward)?),
+                ])
+            };
+            let (found, calls) = counted(&world, all)?;
+            // partial sums pass, and along a sharded dimension partial sums are the result
+            assert!(calls.is_empty(), "{placement}: {calls:?}");
+            // shapes, and the sums of the elements times 1, 2, 3, ...
+            let expected: [(&[usize], f64); 7] = [
+                (&[4, 6, 2], -292.08141571295795),
+                (&[5, 6, 2], 7.601023393744782),
+                (&[4, 3, 2], -26.694764047840344),
+                (&[4, 10], -40.23824764164577),
+                (&[5, 6], 20.563020765139896),
+                (&[4, 4, 2], 131.40209644090976),
+                (&[4, 6, 2], 13.326341781006459),
+            ];
+            let mut loss: Option<DTensor> = None;
+            for (i, (y, (shape, sum))) in found.iter().zip(expected).enumerate() {
+                assert_eq!(y.shape(), shape, "{i} of {placement}");
+                let weighted: f64 = list(y)?.iter().enumerate().map(|(at, value)| (at + 1) as f64 * value).sum();
+                assert!((weighted - sum).abs() < 1e-9, "{i} of {placement}: {weighted}, not {sum}");
+                let weights = DTensor::from_fn((shape, DType::F64), &mesh, [Replicate], |index| {
+                    (index.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i) % 5 + 1) as f64
+                })?;
+                let part = y.square()?.mul(&weights)?.sum_all()?;
+                loss = Some(loss.map_or(Ok(part.clone()), |loss| loss.add(&part))?);
+            }
+            let loss = loss.expect("seven results");
+            assert_near(&loss, &[1604.2117683543067], "loss")?;
+            let gradients = loss.backward()?;
+            for (leaf, expected) in [&pairs, &x].into_iter().zip(SIGNAL_GRADIENTS) {
+                assert_near(gradients.get(leaf)?, expected, "gradient")?;
+            }
+        }
+        // a transform that is sharded on another dimension keeps its shard
+        let z = parts(&mesh, &[4, 6, 2], [7, 3], 8.0, &Shard(0))?.view_as_complex()?;
+        assert_eq!(z.fft_fft(None, 1, FftNorm::Backward)?.placements(), [Shard(0)]);
+        for (result, part) in [
+            (z.fft_fft(Some(0), 1, FftNorm::Backward).map(drop), "0 points"),
+            (z.fft_ifft(None, 2, FftNorm::Backward).map(drop), "from -2 to 1"),
+            (z.real()?.fft_rfft(None, -3, FftNorm::Backward).map(drop), "fft_rfft"),
+        ] {
+            let error = result.expect_err(part).to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn rotations_by_complex_numbers_communicate_nothing() {
+    on(4, |world| {
+        let mesh = world.mesh([("tp", 4)])?;
+        // batch, sequence, heads, pairs of a head
+        let shape = [2, 3, 8, 4];
+        let angle = |at: &[usize]| (at[0] + 1) as f64 * 0.3 / (at[2] + 1) as f64;
+        let angles = DTensor::from_fn(((3, 1, 2), DType::F64), &mesh, [Replicate], angle)?;
+        let turns = ComplexTensor::polar(&angles.ones_like()?, &angles)?;
+        for placement in [Replicate, Shard(0), Shard(2)] {
+            let x = parts(&mesh, &shape, [7, 3], 8.0, &placement)?.requires_grad();
+            let (y, grads, calls) = counted_both_ways(&world, || {
+                let z = x.reshape(&[2, 3, 8, 2, 2])?.view_as_complex()?;
+                (&z * &turns)?.view_as_real().reshape(&[2, 3, 8, 4])
+            })?;
+            assert!(calls.concat().is_empty(), "{placement}: {calls:?}");
+            assert_eq!(y.placements(), std::slice::from_ref(&placement));
+            let (before, after, gradient) = (list(&x)?, list(&y)?, list(grads.get(&x)?)?);
+            for pair in 0..before.len() / 2 {
+                let (sin, cos) = angle(&[pair / 16 % 3, 0, pair % 2]).sin_cos();
+                let (a, b) = (before[2 * pair], before[2 * pair + 1]);
+                let expected = [a * cos - b * sin, b * cos + a * sin, cos + sin, cos - sin];
+                let found = [after[2 * pair], after[2 * pair + 1], gradient[2 * pair], gradient[2 * pair + 1]];
+                assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-12), "{found:?} {expected:?}");
+            }
+        }
         Ok(())
     });
 }

@@ -3,14 +3,20 @@
 
 mod autocast;
 mod complex;
+mod construction;
 mod dtensor;
 mod eight_bit;
 mod grouped;
+mod matrices;
 mod meshes;
 mod optimizers;
 mod parallel;
 mod placements;
 mod redistribute;
+mod reductions;
+mod rules;
+mod styles;
+mod tensors;
 mod views;
 
 use candle_core::{DType, Tensor};
@@ -34,6 +40,11 @@ fn tensor(mesh: &DeviceMesh, shape: &[usize], placements: &[Placement]) -> Resul
         let flat = index.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i);
         ((flat * 37 + 11) % 101) as f64 / 16.0 - 3.0
     })
+}
+
+/// The same tensor, replicated.
+fn replicated(x: &DTensor) -> Result<DTensor> {
+    x.redistribute(vec![Replicate; x.placements().len()])
 }
 
 /// Fails unless two tensors are equal up to the rounding of f64.

@@ -2,6 +2,7 @@
 //! operator.
 
 use candle_core::{Device, Tensor};
+use shardwise::DryWorld;
 use shardwise::op::{self, Gradient, KernelContext, Op, OpPlan};
 use shardwise::prelude::*;
 use shardwise::rule::{DimSharding, Signature};
@@ -31,6 +32,59 @@ fn groups_of_a_mesh_are_made_once_and_shared_by_slices() {
         assert!(world.trace().records().is_empty());
         Ok(())
     });
+}
+
+#[test]
+fn groups_along_an_axis_are_those_of_its_slices() {
+    on(8, |world| {
+        let square: Mesh = "dp=2,tp=2".parse()?;
+        assert_eq!(square.groups("dp")?, [[0, 2], [1, 3]]);
+        assert_eq!(square.groups("tp")?, [[0, 1], [2, 3]]);
+        let cube = world.mesh([("pp", 2), ("dp", 2), ("tp", 2)])?;
+        let all = cube.all_groups()?;
+        let expected = [
+            ("pp", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+            ("dp", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            ("tp", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ];
+        for (axis, (name, groups)) in expected.into_iter().enumerate() {
+            assert_eq!(cube.groups(name)?, groups);
+            let mine = groups.into_iter().find(|group| group.contains(&world.rank())).expect("one group");
+            assert_eq!(cube.group(&[name])?.ranks(), mine);
+            assert_eq!(all[axis].ranks(), mine);
+            assert_eq!(cube.slice([name])?.group(&[name])?.ranks(), mine);
+            // the coordinate along an axis is the position in its group
+            let coordinate = cube.my_coordinate().expect("a rank of the mesh")[axis];
+            assert_eq!(mine[coordinate], world.rank());
+            // what the first rank of the group has
+            let value = Tensor::full(world.rank() as f64, 2, &Device::Cpu)?;
+            let group = cube.group(&[name])?;
+            let sent = group.broadcast((coordinate == 0).then_some(&value), &TensorMeta::new(2, DType::F64), 0)?;
+            assert_eq!(sent.to_vec1::<f64>()?, [mine[0] as f64; 2]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn collectives_of_a_world_without_processes_have_shapes_and_names() {
+    let run = DryWorld::new(4).unwrap().run(|world| {
+        let x = Tensor::zeros((2, 8), DType::F32, &Device::Cpu)?;
+        let meta = TensorMeta::new((2, 8), DType::F32);
+        assert_eq!(world.all_gather(&x, 0, &[2; 4])?.dims(), [8, 8]);
+        assert_eq!(world.reduce_scatter(&x, ReduceOp::Sum, 1, &[2; 4])?.dims(), [2, 2]);
+        assert_eq!(world.all_reduce(&x, ReduceOp::Sum)?.dims(), [2, 8]);
+        assert_eq!(world.broadcast(Some(&x), &meta, 0)?.dims(), [2, 8]);
+        assert_eq!(world.scatter(Some(&x), &meta, 1, &[2; 4], 0)?.dims(), [2, 2]);
+        world.reduce(&x, ReduceOp::Max, 0)?;
+        world.gather(&x, 0, &[2; 4], 0)?;
+        let parts = vec![x; 4];
+        assert_eq!(world.all_to_all(&parts, &vec![meta; 4])?.len(), 4);
+        world.barrier()
+    });
+    let calls: Vec<&str> = run.unwrap().records.iter().map(|record| record.call).collect();
+    let expected = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter", "reduce", "gather"];
+    assert_eq!(calls, [&expected[..], &["all_to_all", "barrier"]].concat());
 }
 
 #[test]
@@ -136,7 +190,9 @@ fn a_custom_operator_takes_a_list_of_tensors() {
             .collect::<Result<Vec<_>>>()?;
         for count in 1..=4 {
             let inputs: Vec<&DTensor> = parts.iter().take(count).collect();
-            let y = op::apply(&SumOfAll, &inputs)?.swap_remove(0);
+            let (y, calls) = counted(&world, || Ok(op::apply(&SumOfAll, &inputs)?.swap_remove(0)))?;
+            // one exchange or reduction and gather per tensor that is not whole; PyTorch gathers one axis at a time
+            assert!(calls.len() <= 2 * count, "{calls:?}");
             assert_eq!(y.placements(), [Replicate, Replicate]);
             assert_eq!(list(&y)?, list(&(&parts[1] * count as f64)?)?);
         }

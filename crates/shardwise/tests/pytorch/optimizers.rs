@@ -302,3 +302,39 @@ fn every_optimizer_keeps_state_in_f64_and_steps_alike_in_every_layout() {
         Ok(())
     });
 }
+
+#[test]
+fn one_optimizer_steps_parameters_of_several_meshes() {
+    on(4, |world| {
+        let (flat, square) = (world.mesh([("all", 4)])?, world.mesh([("dp", 2), ("tp", 2)])?);
+        let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
+        let placed = [(&flat, vec![Shard(0)]), (&square, vec![Shard(0), Shard(1)])];
+        let stepped = |meshes: [(&DeviceMesh, Vec<Placement>); 2]| -> Result<Vec<Vec<f64>>> {
+            let mut params = Vec::new();
+            for (i, (mesh, placements)) in meshes.into_iter().enumerate() {
+                let value =
+                    DTensor::from_fn(((5, 3), DType::F64), mesh, placements, |at| start(at[0] * 3 + at[1] + i))?;
+                params.push((format!("layer{i}"), Param::new(&value)));
+            }
+            let group = ParamGroup { lr: 0.05, ..ParamGroup::new(AdamW::default()) };
+            let mut optimizer = ShardedOptimizer::new(params.clone(), group)?;
+            for step in 0..3 {
+                let mut loss: Option<Gradients> = None;
+                for (_, param) in &params {
+                    let x = param.get();
+                    let grads = (&x * (step as f64 + 1.0))?.square()?.sum_all()?.backward()?;
+                    loss = Some(match loss {
+                        Some(before) => before.accumulate(grads)?,
+                        None => grads,
+                    });
+                }
+                optimizer.step(loss.expect("two parameters"))?;
+            }
+            params.iter().map(|(_, param)| crate::list(&param.get())).collect()
+        };
+        let found = stepped(placed)?;
+        let expected = stepped([(&alone, vec![Replicate]), (&alone, vec![Replicate])])?;
+        assert_eq!(found, expected);
+        Ok(())
+    });
+}

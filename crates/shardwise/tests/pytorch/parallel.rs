@@ -297,7 +297,11 @@ fn local_functions_may_communicate_and_take_inputs_of_other_meshes() {
             group.all_reduce(&t[0].matmul(&t[1])?, ReduceOp::Sum).map_err(candle_core::Error::wrap)
         };
         let (y, calls) = counted(&world, || local_map(&[&x, &w], [Replicate], &[], reduced))?;
-        assert_eq!(calls.iter().filter(|call| **call == "all_reduce").count(), 1, "{calls:?}");
+        assert_eq!(calls, ["all_reduce"]);
+        // ranks whose results differ in shape get an error
+        let rank = world.rank();
+        let uneven = local_map(&[&x], [Replicate], &[], |t| t[0].narrow(0, 0, 1 + rank % 2));
+        assert!(matches!(uneven, Err(Error::Mismatch { .. })), "{uneven:?}");
         assert_close(&y, &expected, "local product");
         // inputs in other layouts are an error, or are moved first
         let rows = tensor(&mesh, &[16, 8], &[Replicate])?;
@@ -317,6 +321,9 @@ fn local_functions_may_communicate_and_take_inputs_of_other_meshes() {
         let (w, x) = (tensor(&square, &[8, 8], &[Shard(0), Shard(1)])?, tensor(&mesh, &[8, 16], &[Shard(1)])?);
         let y = local_map(&[&w, &x], [Replicate, Shard(1)], &[], |t| t[1].matmul(&t[0]))?;
         assert_eq!((y.device_mesh() == &square, y.shape()), (true, &[8, 8][..]));
+        assert_eq!(y.to_local().dims(), [8, 4]);
+        let local = x.to_local().matmul(&w.to_local())?;
+        assert_eq!(y.to_local().to_vec2::<f64>()?, local.to_vec2::<f64>()?);
         Ok(())
     });
 }

@@ -109,6 +109,72 @@ fn reductions_and_gathers_over_several_axes_merge() {
     });
 }
 
+#[test]
+fn changes_of_the_sharded_dimension_take_no_more_collectives_than_in_pytorch() {
+    // mesh, shapes, from, to, collectives in PyTorch
+    type Case = (&'static str, &'static [&'static [usize]], &'static str, &'static str, usize);
+    const FLAT: &[&[usize]] = &[&[8, 8], &[8, 8, 8], &[8, 5], &[5, 8], &[5, 5]];
+    const CUBE: &[&[usize]] = &[&[8, 8, 8], &[5, 7, 6]];
+    let cases: [Case; 18] = [
+        ("a=4,b=2", FLAT, "S(0),R", "S(1),R", 1),
+        ("a=4,b=2", FLAT, "S(1),R", "S(0),R", 1),
+        ("a=4,b=2", FLAT, "R,S(0)", "R,S(1)", 1),
+        ("a=2,b=2,c=2", CUBE, "S(0),S(1),R", "S(0),S(0),R", 1),
+        ("a=2,b=2,c=2", CUBE, "S(0),S(1),R", "S(1),S(0),R", 2),
+        ("a=2,b=2,c=2", CUBE, "S(0),S(0),R", "S(1),S(1),R", 2),
+        ("a=2,b=2,c=2", CUBE, "S(0),S(2),R", "S(1),S(0),R", 2),
+        ("a=2,b=2,c=2", CUBE, "S(1),S(1),R", "S(1),S(2),R", 1),
+        ("a=2,b=2,c=2", CUBE, "S(0),S(0),S(0)", "S(1),S(1),S(1)", 3),
+        ("a=2,b=2,c=2", CUBE, "S(0),S(1),S(0)", "S(1),S(0),S(0)", 3),
+        ("a=2,b=2,c=2", CUBE, "S(0),S(1),S(2)", "S(2),S(1),S(0)", 2),
+        ("a=2,b=2,c=2", CUBE, "S(1),S(0),S(0)", "R,S(0),S(0)", 1),
+        ("a=2,b=2,c=2", CUBE, "S(1),R,S(0)", "R,S(0),S(0)", 2),
+        ("a=2,b=2,c=2", CUBE, "S(0),S(0),S(1)", "S(0),S(1),S(2)", 2),
+        // a partial sum stays one while another axis moves, and a replica becomes one without communication
+        ("a=4,b=2", FLAT, "P(sum),S(0)", "P(sum),S(1)", 1),
+        ("a=4,b=2", FLAT, "P(sum),S(0)", "P(sum),R", 1),
+        ("a=4,b=2", FLAT, "R,S(0)", "P(sum),S(0)", 0),
+        ("a=4,b=2", FLAT, "R,R", "P(sum),P(sum)", 0),
+    ];
+    on(8, move |world| {
+        for (mesh, shapes, from, to, most) in cases {
+            let mesh = world.device_mesh(mesh.parse()?)?;
+            for shape in shapes {
+                let x = tensor(&mesh, shape, &Placement::parse_list(from)?)?;
+                let (y, calls) = counted(&world, || x.redistribute(Placement::parse_list(to)?))?;
+                assert!(calls.len() <= most, "{shape:?} from {from} to {to}: {calls:?}");
+                let expected = Layout::new(mesh.mesh(), *shape, Placement::parse_list(to)?)?;
+                assert_eq!(y.to_local().dims(), expected.local_shape(world.rank()));
+                assert_eq!(list(&y)?, list(&x)?, "{shape:?} from {from} to {to}");
+            }
+        }
+        // (16,24) on 4 x 2, every pair, and sizes that the ranks do not divide on 2 x 2
+        let mesh = world.mesh([("a", 4), ("b", 2)])?;
+        let kinds = [Replicate, Shard(0), Shard(1), SUM];
+        let pairs = || kinds.iter().flat_map(|a| kinds.iter().map(move |b| [a.clone(), b.clone()]));
+        let expected = list(&tensor(&mesh, &[16, 24], &[Replicate, Replicate])?)?;
+        for from in pairs() {
+            let x = tensor(&mesh, &[16, 24], &from)?;
+            for to in pairs().filter(|to| !to.contains(&SUM)) {
+                assert_eq!(list(&x.redistribute(to.clone())?)?, expected, "{from:?} to {to:?}");
+            }
+        }
+        let mesh = world.device_mesh("a=2,b=2@0,1,2,3".parse()?)?;
+        for shape in [[10, 5], [9, 5], [3, 5], [1, 3]] {
+            for placements in [[Shard(0), Shard(0)], [Shard(0), Shard(1)]] {
+                let x = tensor(&mesh, &shape, &placements)?;
+                let whole = x.redistribute([Replicate, Replicate])?;
+                if mesh.my_coordinate().is_some() {
+                    let count = shape.iter().product::<usize>();
+                    let plain: Vec<f64> = (0..count).map(|flat| ((flat * 37 + 11) % 101) as f64 / 16.0 - 3.0).collect();
+                    assert_eq!(list(&whole)?, plain, "{shape:?} {placements:?}");
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
 /// Every combination of placements on three axes.
 fn layouts(mesh: &DeviceMesh, shape: &[usize], kinds: &[Placement]) -> Result<Vec<Layout>> {
     let mut all = Vec::new();
@@ -183,32 +249,36 @@ fn costs_order_collectives_as_pytorch_does() {
 
 #[test]
 fn local_shapes_and_offsets_of_strided_shards_are_those_of_pytorch() {
-    // recorded from compute_local_shape_and_global_offset: mesh, rows, placements, rows per rank
-    let cases: [(&str, usize, &str, &[usize]); 7] = [
-        ("a=4,b=2", 39, "SS(0,3),SS(0,4)", &[8, 4, 8, 4, 8, 4, 3, 0]),
-        ("a=4,b=2", 18, "S(0),SS(0,2)", &[3, 2, 3, 2, 3, 2, 2, 1]),
-        ("a=4,b=2", 18, "S(0),S(0)", &[3, 2, 3, 2, 3, 2, 2, 1]),
-        ("a=4,b=2", 13, "S(0),S(0)", &[2, 2, 2, 2, 2, 2, 1, 0]),
-        ("a=4,b=2", 15, "SS(0,2),S(0)", &[2, 2, 2, 2, 2, 2, 2, 1]),
-        ("a=4,b=2", 18, "SS(0,2),S(0)", &[3, 3, 3, 3, 3, 3, 0, 0]),
-        ("a=30,b=8", 4096, "SS(0,8),S(0)", &[]),
+    // recorded from compute_local_shape_and_global_offset: mesh, rows, placements, rows and first row per rank
+    type Case = (&'static str, usize, &'static str, &'static [usize], &'static [usize]);
+    let cases: [Case; 8] = [
+        ("a=4,b=2", 39, "SS(0,3),SS(0,4)", &[8, 4, 8, 4, 8, 4, 3, 0], &[0, 2, 4, 6, 8, 10, 12, 39]),
+        ("a=4,b=2", 18, "S(0),SS(0,2)", &[3, 2, 3, 2, 3, 2, 2, 1], &[0, 2, 5, 7, 10, 12, 15, 16]),
+        ("a=4,b=2", 18, "S(0),S(0)", &[3, 2, 3, 2, 3, 2, 2, 1], &[0, 3, 5, 8, 10, 13, 15, 17]),
+        ("a=4,b=2", 13, "S(0),S(0)", &[2, 2, 2, 2, 2, 2, 1, 0], &[0, 2, 4, 6, 8, 10, 12, 13]),
+        ("a=4,b=2", 15, "SS(0,2),S(0)", &[2, 2, 2, 2, 2, 2, 2, 1], &[0, 8, 2, 10, 4, 12, 6, 14]),
+        ("a=4,b=2", 18, "SS(0,2),S(0)", &[3, 3, 3, 3, 3, 3, 0, 0], &[0, 9, 3, 12, 6, 15, 18, 18]),
+        ("a=2,b=2,c=2", 14, "SS(0,4),S(0),S(0)", &[2, 2, 2, 1, 2, 2, 2, 1], &[0, 4, 8, 12, 2, 6, 10, 13]),
+        (
+            "a=4,b=2,c=3",
+            39,
+            "S(0),SS(0,2),S(0)",
+            &[2, 2, 2, 2, 2, 0, 2, 2, 2, 2, 2, 0, 2, 2, 2, 2, 2, 0, 2, 2, 1, 2, 2, 0],
+            &[0, 2, 6, 3, 8, 39, 10, 12, 16, 13, 18, 39, 20, 22, 26, 23, 28, 39, 30, 32, 36, 33, 37, 39],
+        ),
     ];
-    for (mesh, n, placements, rows) in cases {
+    let parts = |mesh: &str, n: usize, placements: &str| -> (Vec<usize>, Vec<usize>) {
         let mesh: Mesh = mesh.parse().unwrap();
         let layout = Layout::new(&mesh, (n, 3), Placement::parse_list(placements).unwrap()).unwrap();
-        let found: Vec<usize> = (0..mesh.size()).map(|rank| layout.local_shape(rank)[0]).collect();
-        if !rows.is_empty() {
-            assert_eq!(found, rows, "{layout}");
-        }
-        assert_eq!(found.iter().sum::<usize>(), n, "{layout}");
-        if n == 4096 {
-            // 18 rows each, 8 on the last rank of dp that has any, nothing behind it
-            assert_eq!((found[0], found[28 * 8], found[29 * 8]), (18, 8, 0));
-        }
+        (0..mesh.size()).map(|rank| (layout.local_shape(rank)[0], layout.global_offset(rank)[0])).unzip()
+    };
+    for (mesh, n, placements, rows, offsets) in cases {
+        assert_eq!(parts(mesh, n, placements), (rows.to_vec(), offsets.to_vec()), "{n} rows, {placements}");
     }
-    let layout = Layout::new(&"a=4,b=2".parse().unwrap(), (15, 3), [Placement::strided(0, 2), Shard(0)]).unwrap();
-    let offsets: Vec<usize> = (0..8).map(|rank| layout.global_offset(rank)[0]).collect();
-    assert_eq!(offsets, [0, 8, 2, 10, 4, 12, 6, 14]);
+    // 18 rows each, 8 on the last rank of dp that has any, nothing behind it
+    let (rows, offsets) = parts("a=30,b=8", 4096, "SS(0,8),S(0)");
+    assert_eq!((rows[0], offsets[0], rows[28 * 8], offsets[28 * 8]), (18, 0, 8, 504));
+    assert!(rows[29 * 8..].iter().all(|rows| *rows == 0) && offsets[29 * 8..].iter().all(|first| *first == 4096));
 }
 
 #[test]

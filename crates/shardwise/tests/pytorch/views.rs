@@ -3,7 +3,7 @@
 use shardwise::prelude::*;
 use shardwise_test_suites::counting::{counted, counted_both_ways};
 
-use crate::{list, on, tensor};
+use crate::{assert_close, list, on, replicated, tensor};
 
 fn placements(text: &str) -> Vec<Placement> {
     Placement::parse_list(text).unwrap()
@@ -76,10 +76,10 @@ fn flattening_a_sharded_dimension_is_a_strided_shard() {
                 (&[6, 256], "S(0)", &[1536], "S(0)"),
             ],
         )?;
-        // a strided shard that another axis divides once more takes one exchange
+        // a strided shard that another axis divides once more
         let x = tensor(&square, &[24, 36, 2], &placements("SS(0,2),S(0)"))?;
         let (y, calls) = counted(&world, || x.reshape(&[864, 2]))?;
-        assert!(calls.len() <= 1 && list(&y)? == list(&x)?, "{calls:?}");
+        assert!(calls.is_empty() && list(&y)? == list(&x)?, "{calls:?}");
         check(
             &world,
             &square,
@@ -136,6 +136,95 @@ fn unbinding_a_sharded_dimension_is_one_exchange() {
             assert_eq!(list(grads.get(&x)?)?, expected);
         }
         assert!(tensor(&mesh, &[0, 3], &[Replicate])?.unbind(0)?.is_empty());
+        Ok(())
+    });
+}
+
+#[test]
+fn reshaping_groups_dimensions_as_pytorch_does() {
+    on(6, |world| {
+        let (line, square) = (world.mesh([("a", 6)])?, world.mesh([("a", 3), ("b", 2)])?);
+        let pairs: [(&[usize], &[isize]); 9] = [
+            (&[2, 3], &[3, 2]),
+            (&[3, 4, 5], &[12, 5]),
+            (&[2, 3, 4, 5, 7], &[12, 70]),
+            (&[2, 3, 4, 5, 7], &[2, 3, 140]),
+            (&[3, 24], &[1, 3, 2, 4, 1, 3, 1]),
+            (&[1, 1, 3, 2, 1, 1], &[6, 1, 1, 1]),
+            (&[1, 1, 12, 1, 1, 1, 2, 5, 1], &[3, 4, 1, 10]),
+            (&[8, 256], &[8, 2, 128]),
+            (&[4, 4], &[2, 8]),
+        ];
+        for (shape, new) in pairs {
+            for dim in 0..shape.len() as isize {
+                for x in [
+                    tensor(&line, shape, &[Shard(dim)])?,
+                    tensor(&square, shape, &[Shard(dim), Shard(shape.len() as isize - 1 - dim)])?,
+                    tensor(&square, shape, &[Partial(ReduceOp::Sum), Shard(dim)])?,
+                ] {
+                    let y = x.reshape(new)?;
+                    assert_eq!(y.shape().iter().map(|&n| n as isize).collect::<Vec<_>>(), new);
+                    assert_eq!(list(&y)?, list(&x)?, "{} to {new:?}", x.layout());
+                }
+            }
+        }
+        // rows that divide, and rows and columns that do not, as one dimension
+        for (shape, dim, moves) in [([6, 256], 0, false), ([6, 256], 1, true), ([8, 256], 0, true)] {
+            let x = tensor(&line, &shape, &[Shard(dim)])?;
+            let (y, calls) = counted(&world, || x.flatten(0, -1))?;
+            assert!(moves || calls.is_empty(), "{calls:?}");
+            assert_eq!(list(&y)?, list(&x)?);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn moved_repeated_and_expanded_dimensions_keep_their_shards() {
+    type View = fn(&DTensor) -> Result<DTensor>;
+    // the view, the shape, and per dimension of the input where it is in the result; none if it has to be whole
+    type Case = (&'static str, View, &'static [usize], &'static [Option<isize>]);
+    let cases: [Case; 13] = [
+        ("expand", |x| x.expand(&[42, 24, 36]), &[24, 36], &[Some(1), Some(2)]),
+        ("expand", |x| x.expand(&[12, 24, 24, 36]), &[24, 1, 36], &[Some(1), None, Some(3)]),
+        ("expand", |x| x.expand(&[-1, 24, -1]), &[24, 1, 36], &[Some(0), None, Some(2)]),
+        ("movedim", |x| x.movedim(1, 2), &[12, 24, 36], &[Some(0), Some(2), Some(1)]),
+        ("movedims", |x| x.movedims(&[0, 1], &[2, 0]), &[12, 24, 36], &[Some(2), Some(0), Some(1)]),
+        ("movedims", |x| x.movedims(&[-1, 0], &[0, -1]), &[12, 24, 36], &[Some(2), Some(1), Some(0)]),
+        ("permute", |x| x.permute(&[2, 0, 1]), &[12, 24, 36], &[Some(1), Some(2), Some(0)]),
+        ("permute", |x| x.permute(&[-1, -2, -3]), &[12, 24, 36], &[Some(2), Some(1), Some(0)]),
+        ("transpose", |x| x.transpose(0, -1), &[12, 24, 36], &[Some(2), Some(1), Some(0)]),
+        ("repeat", |x| x.repeat(&[1, 2, 1, 1, 2]), &[24, 36], &[Some(3), None]),
+        ("tile", |x| x.tile(&[2, 1]), &[24, 36], &[None, Some(1)]),
+        ("unsqueeze", |x| x.unsqueeze(1), &[42, 24, 36], &[Some(0), Some(2), Some(3)]),
+        ("unsqueeze", |x| x.unsqueeze(-1), &[42, 24, 36], &[Some(0), Some(1), Some(2)]),
+    ];
+    on(6, move |world| {
+        let mesh = world.mesh([("a", 3), ("b", 2)])?;
+        for (name, view, shape, places) in cases {
+            let whole = tensor(&mesh, shape, &[Replicate, Replicate])?;
+            let expected = view(&whole)?;
+            for (dim, place) in places.iter().enumerate() {
+                let Some(place) = place else { continue };
+                for other in [Replicate, Partial(ReduceOp::Sum)] {
+                    let what = format!("{name} of {shape:?} sharded on {dim}, {other}");
+                    let x = tensor(&mesh, shape, &[Shard(dim as isize), other.clone()])?;
+                    let (y, calls) = counted(&world, || view(&x))?;
+                    assert!(calls.is_empty(), "{what}: {calls:?}");
+                    assert_eq!(y.placements(), [Shard(*place), other.clone()], "{what}");
+                    assert_close(&y, &expected, &what);
+                }
+            }
+            // a dimension that is repeated may be sharded too
+            for dim in 0..shape.len() as isize {
+                let x = tensor(&mesh, shape, &[Replicate, Shard(dim)])?;
+                assert_close(&view(&x)?, &view(&replicated(&x)?)?, name);
+            }
+        }
+        let x = tensor(&mesh, &[24, 36], &[Shard(0), Replicate])?;
+        for sizes in [&[24, 35][..], &[36], &[-1, 24, 36]] {
+            assert!(x.expand(sizes).is_err(), "{sizes:?}");
+        }
         Ok(())
     });
 }

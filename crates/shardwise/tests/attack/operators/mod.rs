@@ -141,6 +141,7 @@ pub(crate) const LEFT_OUT: &[(&str, &str)] = &[
 /// Composed operators that the table of calls does not call, and where they are compared instead.
 pub(crate) const NOT_CALLED: &[(&str, &str)] = &[
     ("bernoulli", "drawn from another generator than PyTorch's; tests/pytorch/dtensor.rs has its scenarios"),
+    ("multinomial", "drawn from another generator than PyTorch's; tests/pytorch/tensors.rs has its scenarios"),
     ("atleast_2d", "the table passes it by name, without a call"),
     ("atleast_3d", "the table passes it by name, without a call"),
     ("linear_activation", "tests/linear_activation.rs compares it with its parts"),
