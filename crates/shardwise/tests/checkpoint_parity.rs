@@ -4,8 +4,9 @@
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
+use shardwise::TensorBox;
 use shardwise::checkpoint::{
-    self, ElementType, Format, Restore, SaveOptions, State, StateLoadOptions, Stateful, Value,
+    self, ConvertOptions, ElementType, Format, Restore, SaveOptions, State, StateLoadOptions, Stateful, Value,
 };
 use shardwise::error::ErrorKind;
 use shardwise::nn::Linear;
@@ -68,6 +69,14 @@ fn entries_are_listed_with_their_chunks_and_types() {
         assert_eq!(listed("copies"), (ElementType::F32, vec![4], vec![(vec![0], vec![4])]), "{format}");
         assert_eq!(listed("on_one"), (ElementType::F64, vec![4, 4], vec![(vec![0, 0], vec![4, 4])]), "{format}");
         assert_eq!(catalog.value("list").unwrap(), Value::List(vec![1.into(), 2.into(), 3.into()]), "{format}");
+        // Entries and boxes that are not there.
+        let error = catalog.tensor("sharde").unwrap_err().to_string();
+        assert!(error.contains("sharde"), "{error}");
+        assert!(catalog.value("lists").is_err() && catalog.value("sharded").is_err());
+        let rows = |start: usize| TensorBox { offsets: vec![start, 0], sizes: vec![2, 10] };
+        let expected: Vec<u8> = (40..60).flat_map(|i| f64::from(i).to_le_bytes()).collect();
+        assert_eq!(catalog.read_box("sharded", &rows(4)).unwrap(), expected, "{format}: across two chunks");
+        assert!(catalog.read_box("sharded", &rows(9)).is_err(), "{format}: beyond the last row");
     }
 }
 
@@ -264,6 +273,35 @@ fn hugging_face_saves_have_a_file_per_rank_and_load_without_a_template() {
         for (key, shape) in [("rows", [5, 3]), ("columns", [2, 7])] {
             let found = loaded.tensor(key)?;
             assert_eq!((found.shape(), numbers(&found.full_tensor()?)), (&shape[..], numbers(&counting(&shape))));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// A file that PyTorch's `torch.save` wrote becomes a distributed checkpoint, from which ranks load their parts.
+#[test]
+fn a_torch_save_file_becomes_a_checkpoint_that_ranks_load_in_parts() {
+    let scratch = Scratch::new("torch-to-dcp");
+    let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp/torch_save");
+    let path = scratch.0.join("dcp");
+    checkpoint::convert(recorded.join("checkpoint/model.pt"), &path, &ConvertOptions::to(Format::Dcp), &|_| {})
+        .unwrap();
+    let expected = checkpoint::open(recorded.join("expected.safetensors")).unwrap();
+    assert!(expected.tensors.values().any(|tensor| tensor.shape.len() == 2));
+    launch(3, move |world| {
+        let mesh = world.mesh([("all", 3)])?;
+        let place = |_: &str, shape: &[usize]| {
+            let placement = if shape.is_empty() { Replicate } else { Shard(shape.len() as isize - 1) };
+            Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [placement])?))
+        };
+        let loaded = checkpoint::load_placed(&world, &path, place)?;
+        let place = |_: &str, shape: &[usize]| Ok((mesh.clone(), Layout::replicated(mesh.mesh(), shape)?));
+        let whole = checkpoint::load_placed(&world, recorded.join("expected.safetensors"), place)?;
+        for key in expected.tensors.keys() {
+            let (found, expected) = (loaded.tensor(key)?, whole.tensor(key)?);
+            assert_eq!((found.shape(), found.dtype()), (expected.shape(), expected.dtype()), "{key}");
+            assert_eq!(numbers(&found.full_tensor()?), numbers(&expected.full_tensor()?), "{key}");
         }
         Ok(())
     })

@@ -77,8 +77,11 @@ fn assert_same_state(found: &OptimizerState, expected: &OptimizerState, what: &s
     Ok(())
 }
 
+/// Names and sizes of the axes of a mesh.
+type Axes = Vec<(&'static str, usize)>;
+
 /// Fully sharded so that rows cross the borders of experts, sharded over two axes, and with borders at the ends of shards.
-fn meshes() -> [(Vec<(&'static str, usize)>, [usize; 3]); 3] {
+fn meshes() -> [(Axes, [usize; 3]); 3] {
     [(vec![("dp", 4)], [3, 5, 8]), (vec![("a", 2), ("b", 2)], [3, 5, 4]), (vec![("dp", 4)], [4, 3, 5])]
 }
 

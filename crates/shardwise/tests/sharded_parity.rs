@@ -290,7 +290,7 @@ fn lookups_in_uneven_tables_equal_those_in_the_whole_one() {
                             expected.extend(numbers(&match mode {
                                 EmbeddingBagMode::Sum => bag.sum(0)?,
                                 EmbeddingBagMode::Mean => bag.mean(0)?,
-                                EmbeddingBagMode::Max => bag.max(0)?,
+                                _ => bag.max(0)?,
                             }));
                         }
                         // Bags of one length are also the rows of a matrix of ids.
@@ -314,7 +314,7 @@ fn lookups_in_uneven_tables_equal_those_in_the_whole_one() {
 fn quotients_numbers_and_partial_tensors_give_the_unsharded_result() {
     launch(4, |world| {
         let mesh = world.mesh([("all", 4)])?;
-        let (a, b) = ((counting(&[12, 3]) + 1.0)?, (counting(&[12, 3]) * 0.25 + 2.0)?);
+        let (a, b) = ((counting(&[12, 3]) + 1.0)?, counting(&[12, 3]).affine(0.25, 2.0)?);
         let x = shard_tensor(&a, ChunkShardingSpec::over_ranks(0, [1, 3, 0, 2])?, &mesh, None)?;
         let y = shard_tensor(&b, ChunkShardingSpec::over_ranks(0, [1, 3, 0, 2])?, &mesh, None)?;
         assert_eq!(numbers(&x.div(&y)?.full_tensor()?), numbers(&(&a / &b)?));
@@ -333,7 +333,7 @@ fn quotients_numbers_and_partial_tensors_give_the_unsharded_result() {
         for (shape, op) in [([13, 21], ReduceOp::Sum), ([12, 22], ReduceOp::Max), ([17, 21], ReduceOp::Sum)] {
             let term = (counting(&shape) + world.rank() as f64)?;
             let whole = match op {
-                ReduceOp::Sum => (counting(&shape) * 4.0 + 6.0)?,
+                ReduceOp::Sum => counting(&shape).affine(4.0, 6.0)?,
                 _ => (counting(&shape) + 3.0)?,
             };
             let partial = DTensor::from_local(&term, &mesh, [Partial(op)])?;
@@ -474,6 +474,29 @@ fn operands_that_no_linear_layer_takes_are_refused_with_the_reason() {
         let mesh = world.mesh([("tp", 2)])?;
         let y = ones(&mesh, &[3, 5])?.linear(&ones(&mesh, &[7, 5])?, Some(&ones(&mesh, &[7])?))?;
         assert_eq!(y.full_tensor()?.sum(D::Minus1)?.to_vec1::<f32>()?, [42.0; 3]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Nothing keeps a tensor: what was dropped is free. Local parts are dense, however they came about.
+#[test]
+fn dropped_tensors_are_freed_and_local_parts_are_dense() {
+    launch(4, |world| {
+        let mesh = world.mesh([("all", 4)])?;
+        let before = world.memory().current();
+        let x = ShardedTensor::ones(ChunkShardingSpec::over_ranks(0, [2, 0, 3, 1])?, (10, 22, 5), DType::F32, &mesh)?;
+        assert!(world.memory().current() > before);
+        let turned = ShardedTensor::apply("transpose", &[&x], |x| x[0].transpose(0, 1))?;
+        assert_eq!(turned.shape(), [22, 10, 5]);
+        for tensor in [&x, &turned, &turned.reshard(ChunkShardingSpec::over_ranks(2, 0..4)?)?] {
+            assert!(tensor.local_shards().iter().all(|shard| shard.tensor().is_contiguous()));
+        }
+        let clone = x.clone();
+        drop((x, turned));
+        assert!(world.memory().current() > before, "a clone holds the elements");
+        drop(clone);
+        assert_eq!(world.memory().current(), before);
         Ok(())
     })
     .unwrap();

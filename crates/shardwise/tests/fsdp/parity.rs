@@ -124,9 +124,14 @@ fn a_sharded_model_that_is_converted_trains_in_the_new_type() {
         let way = &WAYS[0];
         let mesh = way.mesh(&world)?;
         let (net, (one, plain)) = (way.build(&mesh, 5, DType::F32)?, reference(&world, 5, DType::F32)?);
+        let (mut ours, mut theirs) = (Adam::default().over(&net)?, Adam::default().over(&plain)?);
+        let (x, target) = batch(&mesh, &way.batch(), DType::F32, 0)?;
+        let pending = net.loss(&x, &target, false)?.backward()?;
         net.to_dtype(DType::F64)?;
         plain.to_dtype(DType::F64)?;
-        let (mut ours, mut theirs) = (Adam::default().over(&net)?, Adam::default().over(&plain)?);
+        // Gradients of the weights as they were do not step the new ones.
+        let error = ours.step(pending).unwrap_err().to_string();
+        assert!(error.contains("none of them of a parameter") && ours.steps() == 0, "{error}");
         for step in 0..10 {
             let (x, target) = batch(&mesh, &way.batch(), DType::F64, step)?;
             let gradients = net.loss(&x, &target, false)?.backward()?;
@@ -152,18 +157,27 @@ fn layers_that_are_sharded_between_replicated_ones_train_like_one_device() {
         let mesh = way.mesh(&world)?;
         let (net, (one, plain)) = (way.build(&mesh, 5, DType::F64)?, reference(&world, 5, DType::F64)?);
         shard_module(&net, &mesh, &ShardingPlan::new().param("blocks.0.**", [("dp", Shard(0))]))?;
+        shard_module(&net, &mesh, &ShardingPlan::new().param("blocks.0.down.weight", [("dp", Shard(1))]))?;
         for (name, param) in net.named_parameters() {
-            let expected = if name.starts_with("blocks.0") { Shard(0) } else { Replicate };
+            let expected = match name.as_str() {
+                "blocks.0.down.weight" => Shard(1),
+                name if name.starts_with("blocks.0") => Shard(0),
+                _ => Replicate,
+            };
             assert_eq!(param.get().placements(), [expected], "{name}");
         }
         let (mut ours, mut theirs) = (Adam::default().over(&net)?, Adam::default().over(&plain)?);
         for step in 0..5 {
             let (x, target) = batch(&mesh, &way.batch(), DType::F64, step)?;
-            ours.step(net.loss(&x, &target, false)?.backward()?)?;
+            let gradients = net.loss(&x, &target, false)?.backward()?;
+            // Also of what is sharded on dimension 1.
+            assert!(gradients.iter().all(|gradient| gradient.to_local().is_contiguous()));
+            ours.step(gradients)?;
             let (x, target) = batch(&one, &[Replicate], DType::F64, step)?;
             theirs.step(plain.loss(&x, &target, false)?.backward()?)?;
         }
         net.check_replicas()?;
+        assert!(net.named_parameters().iter().all(|(_, param)| param.get().to_local().is_contiguous()));
         assert_same_parameters(&net, &plain, 1e-9, "some sharded")
     };
     launch(4, run).unwrap();
