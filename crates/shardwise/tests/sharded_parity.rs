@@ -95,6 +95,15 @@ fn local_shards_have_the_rows_and_values_that_they_were_filled_with() {
             assert_eq!(x.local_shards()[0].metadata().offsets, [0, 8 * world.rank()]);
             assert_eq!(x.local_tensor()?.dims(), [10, 8]);
         }
+        let x = ShardedTensor::full(spec(0)?, 2.5, ((8, 8), DType::F64), &mesh)?;
+        for (like, value) in
+            [(x.zeros_like()?, 0.0), (x.ones_like()?, 1.0), (x.empty_like()?, 0.0), (x.full_like(8.8)?, 8.8)]
+        {
+            assert_eq!((like.metadata(), like.sharding_spec()), (x.metadata(), x.sharding_spec()));
+            assert_eq!(numbers(&like.local_tensor()?), [value; 16]);
+        }
+        assert!(x.cpu()?.local_shards()[0].shares_memory(&x.local_shards()[0]), "nothing to move");
+        assert!(x.to_dtype(DType::F64)?.local_shards()[0].shares_memory(&x.local_shards()[0]), "nothing to convert");
         for init in [Init::Uniform(10.0, 20.0), Init::Normal(10.0, 5.0)] {
             let mut x = ShardedTensor::empty(spec(0)?, (8, 2), DType::F64, &mesh)?;
             mesh.manual_seed(9);

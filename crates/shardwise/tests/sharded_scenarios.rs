@@ -287,7 +287,7 @@ fn shape_and_row_operators_of_sharded_tensors_give_the_unsharded_result() {
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
         let shape = [16, 9, 10];
         let whole = counting(&shape);
-        let operators: [(&str, Apply); 8] = [
+        let operators: [(&str, Apply); 9] = [
             ("transpose", |x| x.transpose(0, 1)),
             ("transpose", |x| x.transpose(1, 2)),
             ("softmax", |x| x.softmax(1)),
@@ -295,6 +295,7 @@ fn shape_and_row_operators_of_sharded_tensors_give_the_unsharded_result() {
             ("view", |x| x.reshape(&[4, 4, 9, 10])),
             ("view", |x| x.reshape(&[4, 4, 9, 10])?.reshape(&[16, -1, 10])),
             ("gelu", |x| x.gelu()),
+            ("layer_norm", |x| x.layer_norm(2, None, None, 1e-5)),
             ("scale", |x| (x * 3.0)? - 1.8),
         ];
         for spec in specs(&shape) {
@@ -333,10 +334,11 @@ fn shape_and_row_operators_of_sharded_tensors_give_the_unsharded_result() {
 
 #[test]
 fn wrong_views_masks_and_normalized_shapes_are_refused() {
-    let refused: [(&str, Apply); 4] = [
+    let refused: [(&str, Apply); 5] = [
         ("-1", |x| x.reshape(&[-1, -1, 10])),
         ("[7, 10]", |x| x.reshape(&[7, 10])),
         ("[5]", |x| x.layer_norm(1, Some(&DTensor::ones(5, DType::F64, x.device_mesh(), [Replicate])?), None, 1e-5)),
+        ("[2, 8, 10]", |x| x.masked_fill(&DTensor::ones((2, 8, 10), DType::U8, x.device_mesh(), [Replicate])?, 0.0)),
         ("[3]", |x| x.masked_fill(&DTensor::ones(3, DType::U8, x.device_mesh(), [Replicate])?, 0.0)),
     ];
     for (said, operator) in refused {

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
+use shardwise::checkpoint::{self, SaveOptions, State};
 use shardwise::nn::{Embedding, Linear, init::Init};
 use shardwise::plan::{ShardingPlan, fully_shard, shard_module};
 use shardwise::prelude::*;
-use shardwise::{BackwardOptions, checkpoint, checkpoint_activations};
+use shardwise::{BackwardOptions, checkpoint_activations};
 use shardwise_test_suites::scratch::Scratch;
 
 use crate::net::*;
@@ -275,6 +276,54 @@ fn a_state_is_sharded_and_the_same_before_and_after_a_pass() {
         };
         launch(way.ranks(), run).unwrap();
     }
+}
+
+/// Model and optimizer of every way of sharding load into every other one, from a save in the background: the next step is that of
+/// one device. Width 5 divides by no number of ranks.
+#[test]
+fn a_run_goes_on_from_a_checkpoint_of_any_way_of_sharding() {
+    const TP: Way = Way { name: "TP", axes: &[("tp", 4)], replicate: &[], shard: &[] };
+    let ways = [&WAYS[0], &WAYS[1], &WAYS[2], &WAYS[5], &TP];
+    let scratch = Scratch::new("ways");
+    let root = scratch.0.clone();
+    let run = move |world: World| {
+        let step = |way: &Way, net: &Net, optimizer: &mut ShardedOptimizer, number: usize| -> Result<f64> {
+            let (x, target) = batch(net.head.weight.get().device_mesh(), &way.batch(), DType::F64, number)?;
+            let loss = net.loss(&x, &target, false)?;
+            let found = value(&loss)?;
+            optimizer.step(loss.backward()?)?;
+            Ok(found)
+        };
+        let one = Way { name: "one", axes: &[("one", 1)], replicate: &[], shard: &[] };
+        let (_, plain) = reference(&world, 5, DType::F64)?;
+        let mut theirs = AdamW::default().over(&plain)?;
+        let losses: Vec<f64> = (0..3).map(|i| step(&one, &plain, &mut theirs, i)).collect::<Result<_>>()?;
+        for from in ways {
+            let net = from.build(&from.mesh(&world)?, 5, DType::F64)?;
+            let mut optimizer = AdamW::default().over(&net)?;
+            (0..2).try_for_each(|i| step(from, &net, &mut optimizer, i).map(drop))?;
+            let path = root.join(from.name);
+            let state = State::of((&net, &optimizer))?;
+            let saving = checkpoint::async_save(&world, &path, &state, &SaveOptions::default())?;
+            // Training goes on while it is written.
+            step(from, &net, &mut optimizer, 2)?;
+            saving.wait()?;
+            for to in ways {
+                let again = to.build(&to.mesh(&world)?, 5, DType::F64)?;
+                let mut optimizer = AdamW::default().over(&again)?;
+                // Other weights and moments than those of the checkpoint.
+                step(to, &again, &mut optimizer, 4)?;
+                checkpoint::load_into(&world, &path, (&again, &mut optimizer))?;
+                assert_eq!(optimizer.steps(), 2);
+                let what = format!("{} to {}", from.name, to.name);
+                let loss = step(to, &again, &mut optimizer, 2)?;
+                assert!((loss - losses[2]).abs() < 1e-9, "{what}: {loss} {}", losses[2]);
+                assert_same_parameters(&again, &plain, 1e-9, &what)?;
+            }
+        }
+        Ok(())
+    };
+    launch(4, run).unwrap();
 }
 
 /// A mesh of an existing group has the ranks and coordinates of one that is built anew, and trains alike.
