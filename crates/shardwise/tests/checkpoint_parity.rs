@@ -80,7 +80,7 @@ fn entries_are_listed_with_their_chunks_and_types() {
     }
 }
 
-/// Saves 0, 1, ... over some ranks; loads it in `placement` on others. Elements and bytes of each rank.
+/// Saves 0, 1, ... over `from` ranks; loads it in `placement` on `to` ranks. Elements and bytes of each rank.
 fn read_by(path: &Path, count: usize, from: usize, to: usize, placement: Placement) -> Vec<(Vec<f64>, u64)> {
     let place = path.to_path_buf();
     launch(from, move |world| {
@@ -354,7 +354,7 @@ fn groups_with_their_own_rates_and_an_empty_one_are_restored() {
 }
 
 /// Options that differ between ranks are found before anything is read: an error on all of them, where ranks that share reads
-/// would wait for the others, or get elements without their scales.
+/// would wait for ranks that do not, or get elements without their scales.
 #[test]
 fn ranks_that_pass_different_options_get_one_error_before_anything_is_read() {
     let scratch = Scratch::new("different-options");

@@ -26,7 +26,7 @@ enum Stage {
     Plan,
     /// A rank cannot write its file.
     Write,
-    /// A rank writes its file after the others have stopped waiting for it.
+    /// A rank writes its file after the coordinator has stopped waiting for it.
     Late,
     /// The coordinator cannot write the index.
     Finish,
