@@ -162,8 +162,23 @@ fn nested_state(format: Format, name: &str) {
         let template = nested(&mesh)?;
         let State::Map(mut entries) = template else { unreachable!("a map") };
         // other values and types in the template: values come from the checkpoint, types are the template's
-        entries.insert("step".to_string(), State::from(0));
-        entries.insert("plain".to_string(), State::from(whole(&[3], DType::BF16, 0)));
+        let zeros = DTensor::zeros(10, DType::F32, &mesh, [Shard(0)])?;
+        let Some(State::Sharded(sharded)) = entries.get("sharded") else { panic!("a sharded tensor") };
+        let sharded = sharded.zeros_like()?;
+        for (key, other) in [
+            ("model", State::map([("w", zeros)])),
+            ("sharded", State::from(sharded)),
+            ("plain", State::from(whole(&[3], DType::BF16, 0))),
+            ("step", State::from(0)),
+            ("rate", State::from(0.0)),
+            ("infinite", State::from(0.0)),
+            ("name", State::from("other")),
+            ("pair", State::Value(Value::Tuple(vec![0.into(), "".into()]))),
+            ("list", State::list([0])),
+            ("mixed", State::list([State::from(whole(&[2], DType::U8, 0)), State::from(false)])),
+        ] {
+            entries.insert(key.to_string(), other);
+        }
         let loaded = checkpoint::load(&world, &path, &State::Map(entries))?;
         assert_eq!(loaded.tensor("model.w")?.full_tensor()?.to_vec1::<f32>()?[9], 9.0);
         let Some(State::Sharded(sharded)) = loaded.get("sharded") else { panic!("a sharded tensor") };

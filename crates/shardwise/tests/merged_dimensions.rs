@@ -10,7 +10,7 @@ use shardwise::layout::MergedShape;
 use shardwise::models;
 use shardwise::nn::init::Init;
 use shardwise::nn::{Linear, StateDictOptions};
-use shardwise::optim::{Adafactor, Muon, ParamGroup, clip_grad_norm};
+use shardwise::optim::{ParamGroup, clip_grad_norm};
 use shardwise::param::MergedTensor;
 use shardwise::plan::{FullyShard, ShardingPlan, ShardingPlanner, shard_module};
 use shardwise::prelude::*;
@@ -469,20 +469,6 @@ fn plans_refuse_what_cannot_be_merged_and_change_nothing() {
         assert!(error.contains("the first 2 are merged already"), "{error}");
         let text = serde_json::to_string(&plan(&model, &mesh)?).map_err(Error::other)?;
         assert_eq!(serde_json::from_str::<ShardingPlan>(&text).map_err(Error::other)?, plan(&model, &mesh)?);
-        Ok(())
-    })
-    .unwrap();
-}
-
-/// Optimizers that see a parameter as a matrix would see another one: they refuse it, as they refuse stacks of matrices.
-#[test]
-fn optimizers_that_are_not_elementwise_refuse_merged_parameters() {
-    launch(2, |world| {
-        let mesh = world.mesh([("dp", 2)])?;
-        let model = build(&mesh, 3)?;
-        let error = Adafactor::default().over(&model).err().map(|error| error.to_string()).unwrap_or_default();
-        assert!(error.contains("`up` with shape [3, 5, 8], stored as [15, 8], for adafactor"), "{error}");
-        assert!(Muon::default().over(&model).is_err());
         Ok(())
     })
     .unwrap();

@@ -9,6 +9,7 @@ use shardwise::nn::{
     SwiGlu,
 };
 use shardwise::ops::EmbeddingBagMode;
+use shardwise::optim::ParamGroup;
 use shardwise::plan::{
     DataParallel, EmbeddingSharding, FullyShard, ShardingPlan, ShardingPlanner, TargetPlacements, TensorParallel,
     shard_module,
@@ -198,4 +199,64 @@ fn every_layer_gives_the_one_rank_result_under_every_plan() {
         Ok(())
     };
     ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[derive(Module)]
+struct TwoLayers {
+    up: Linear,
+    down: Linear,
+}
+
+/// Weights whose sides divide by no number of ranks, by columns and by rows, inputs of one to four dimensions: outputs, gradients
+/// and a step of SGD are those of one rank.
+#[test]
+fn uneven_layers_by_columns_and_rows_step_like_one_rank() {
+    launch(4, |world| {
+        let (mesh, one) = (world.mesh([("tp", 4)])?, alone(&world)?);
+        for (inputs, hidden, outputs) in [(17, 12, 29), (21, 13, 5), (23, 13, 17)] {
+            for (up, down) in [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (Replicate, Shard(1))]
+            {
+                for shape in [vec![inputs], vec![3, inputs], vec![2, 3, inputs], vec![2, 1, 3, inputs]] {
+                    let run = |mesh: &DeviceMesh, plan: &ShardingPlan| -> Result<Vec<Tensor>> {
+                        mesh.manual_seed(2);
+                        let builder = Builder::new(mesh).dtype(DType::F64);
+                        let model = TwoLayers {
+                            up: Linear::new(&builder.child("up"), inputs, hidden)?,
+                            down: Linear::new(&builder.child("down"), hidden, outputs)?,
+                        };
+                        shard_module(&model, mesh, plan)?;
+                        let value = |at: &[usize]| (at.iter().fold(1, |sum, i| sum * 5 + i * 3) as f64).sin();
+                        let x = DTensor::from_fn((shape.as_slice(), DType::F64), mesh, [Replicate], value)?;
+                        let y = model.down.forward(&model.up.forward(&x)?.gelu()?)?;
+                        let mut all = vec![y.full_tensor()?];
+                        let gradients = y.square()?.sum_all()?.backward()?.in_param_layout()?;
+                        for (_, param) in model.named_parameters() {
+                            all.push(gradients.get(&param.get())?.full_tensor()?);
+                        }
+                        let mut optimizer = ParamGroup::new(Sgd::default()).with_lr(0.1).over(&model)?;
+                        optimizer.step(gradients)?;
+                        for (_, param) in model.named_parameters() {
+                            all.push(param.get().full_tensor()?);
+                        }
+                        Ok(all)
+                    };
+                    let bias = if up == Shard(0) { Shard(0) } else { Replicate };
+                    let plan = ShardingPlan::new()
+                        .param("up.weight", [up.clone()])
+                        .param("up.bias", [bias])
+                        .param("down.weight", [down.clone()]);
+                    let (found, expected) = (run(&mesh, &plan)?, run(&one, &ShardingPlan::new())?);
+                    assert_eq!((found.len(), expected.len()), (9, 9));
+                    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                        assert!(
+                            close(found, expected),
+                            "{inputs}-{hidden}-{outputs} as {up} and {down}, {shape:?}: {i}"
+                        );
+                    }
+                }
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
 }

@@ -287,7 +287,7 @@ fn shape_and_row_operators_of_sharded_tensors_give_the_unsharded_result() {
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
         let shape = [16, 9, 10];
         let whole = counting(&shape);
-        let operators: [(&str, Apply); 8] = [
+        let operators: [(&str, Apply); 9] = [
             ("transpose", |x| x.transpose(0, 1)),
             ("transpose", |x| x.transpose(1, 2)),
             ("softmax", |x| x.softmax(1)),
@@ -295,6 +295,7 @@ fn shape_and_row_operators_of_sharded_tensors_give_the_unsharded_result() {
             ("view", |x| x.reshape(&[4, 4, 9, 10])),
             ("view", |x| x.reshape(&[4, 4, 9, 10])?.reshape(&[16, -1, 10])),
             ("gelu", |x| x.gelu()),
+            ("layer_norm", |x| x.layer_norm(2, None, None, 1e-5)),
             ("scale", |x| (x * 3.0)? - 1.8),
         ];
         for spec in specs(&shape) {
@@ -316,13 +317,15 @@ fn shape_and_row_operators_of_sharded_tensors_give_the_unsharded_result() {
             let normal = centered.broadcast_div(&scale)?.reshape(&shape)?;
             let expected = normal.broadcast_mul(&weight)?.broadcast_add(&bias)?;
             assert!(near(&found.full_tensor()?, &expected), "layer_norm of {spec}");
-            for mask_shape in [vec![16, 9, 10], vec![9, 10], vec![10], vec![9, 1]] {
+            // A mask of more dimensions broadcasts, as in PyTorch.
+            for mask_shape in [vec![16, 9, 10], vec![9, 10], vec![10], vec![9, 1], vec![2, 16, 9, 10]] {
                 let mask = counting(&mask_shape).gt(0.0)?;
                 let found = ShardedTensor::apply("masked_fill", &[&x], |x| {
                     x[0].masked_fill(&DTensor::replicate(&mask, x[0].device_mesh())?, -7.5)
                 })?;
-                let wide = mask.broadcast_as(&shape)?;
-                let expected = wide.where_cond(&(whole.zeros_like()? - 7.5)?, &whole)?;
+                let broad = if mask_shape.len() > 3 { &mask_shape[..] } else { &shape[..] };
+                let (wide, values) = (mask.broadcast_as(broad)?, whole.broadcast_as(broad)?.contiguous()?);
+                let expected = wide.where_cond(&(values.zeros_like()? - 7.5)?, &values)?;
                 assert_eq!(numbers(&found.full_tensor()?), numbers(&expected), "mask {mask_shape:?} of {spec}");
             }
         }

@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::fs::{self, File};
 use std::io::BufWriter;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
 use candle_core::{Device, Tensor};
@@ -26,6 +26,8 @@ enum Stage {
     Plan,
     /// A rank cannot write its file.
     Write,
+    /// A rank writes its file after the coordinator has stopped waiting for it.
+    Late,
     /// The coordinator cannot write the index.
     Finish,
     /// A rank cannot read the metadata.
@@ -38,6 +40,8 @@ enum Stage {
 
 static STAGE: AtomicUsize = AtomicUsize::new(0);
 static FAILING: AtomicUsize = AtomicUsize::new(0);
+/// Whether the late rank may write.
+static RELEASED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     /// The rank of this thread: a format does not know which rank reads.
@@ -103,6 +107,9 @@ impl FormatWriter for Faulty {
     fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile> {
         let rank: usize = file.name.trim_end_matches(".faulty").parse().map_err(Error::other)?;
         fail(Stage::Write, rank)?;
+        while fail(Stage::Late, rank).is_err() && !RELEASED.load(SeqCst) {
+            std::thread::yield_now();
+        }
         let mut chunks = Vec::new();
         for part in &file.boxes {
             chunks.push((part.key.clone(), part.write(out, file.name, file.progress)?));
@@ -226,6 +233,25 @@ fn a_failure_of_any_rank_in_any_stage_is_the_error_of_all_and_loses_nothing() {
             assert_eq!(fs::read_dir(&root).unwrap().count(), 1, "{stage:?}: nothing is left beside it");
         }
     }
+    // The coordinator waits for the files of other ranks as long as the options say: here it stops while rank 1 still writes.
+    assert_eq!(SaveOptions::default().deadline, Duration::from_secs(240));
+    FAILING.store(1, SeqCst);
+    STAGE.store(Stage::Late as usize, SeqCst);
+    let place = path.clone();
+    let found = errors(move |world| {
+        let options = SaveOptions { format, deadline: Duration::from_millis(20), ..SaveOptions::default() };
+        let saving = checkpoint::async_save(world, &place, &state(world, 3)?, &options)?;
+        if world.rank() == 0 {
+            while !saving.is_finished() {
+                std::thread::yield_now();
+            }
+            RELEASED.store(true, SeqCst);
+        }
+        saving.wait()
+    });
+    assert!(found.iter().all(|error| error.as_ref().is_some_and(|error| error.contains("rank 1"))), "{found:?}");
+    STAGE.store(Stage::Never as usize, SeqCst);
+    assert_eq!(checkpoint::open(&path).unwrap().value("counter.count").unwrap(), Value::Int(1), "the old one stays");
     // One process alone.
     for stage in [Stage::Write, Stage::Finish] {
         FAILING.store(0, SeqCst);

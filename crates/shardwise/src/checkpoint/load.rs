@@ -13,7 +13,7 @@ use super::shared_reads::{ReceivedBoxes, SharedReads};
 use super::state::State;
 use super::template::{BoxReader, boxes_to_read, load_template};
 use super::value::Key;
-use crate::comm::{DeviceMesh, World, all_ok, gather_texts};
+use crate::comm::{DeviceMesh, World, agree, all_ok, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorBox};
 
@@ -72,7 +72,8 @@ pub fn load_reporting(world: &World, path: impl AsRef<Path>, template: &State) -
 /// ```
 ///
 /// # Errors
-/// As [`load`], for what the options do not allow.
+/// As [`load`], for what the options do not allow; [`ErrorKind::Disagreement`] on all ranks, before anything is read, if they pass
+/// different options.
 #[track_caller]
 pub fn load_with(
     world: &World,
@@ -106,15 +107,17 @@ pub(super) fn load_by_template(
     (template, check): (&TemplateFn<'_>, &CheckState<'_>),
     site: Site,
 ) -> Result<LoadedState> {
+    // Before anything is read: ranks that share reads would wait for ranks that do not, or send them other elements.
+    agree(world, &[("load options", &options.to_string())], site)?;
     let attempt = |catalog: &Catalog| {
         let mut received = ReceivedBoxes::new();
         if options.share_reads && world.size() > 1 {
             let requests = template(catalog).and_then(|template| boxes_to_read(catalog, &template, options));
-            let Some(requests) = settle_at(SHARING, world, catalog, requests, site)? else { return Ok(None) };
+            let Some(requests) = settle(world, catalog, requests, site)? else { return Ok(None) };
             let shared = SharedReads::plan(world, requests, site)?;
             let own = shared.read(world.rank(), &|request| BoxReader::new(catalog, options, &received).read(request));
             // Before anything is sent, so that no rank waits for one that could not read.
-            let Some(own) = settle_at(SHARING, world, catalog, own, site)? else { return Ok(None) };
+            let Some(own) = settle(world, catalog, own, site)? else { return Ok(None) };
             received = shared.exchange(world, &own)?;
         }
         let loaded = template(catalog).and_then(|template| {
@@ -237,17 +240,12 @@ fn attempt_loads<T>(
 /// Returns what this rank has read if all ranks could read; `None` if a newer save replaced the checkpoint on some of them;
 /// else the error of the first rank that failed. Collective.
 fn settle<T>(world: &World, catalog: &Catalog, read: Result<T>, site: Site) -> Result<Option<T>> {
-    settle_at(DONE, world, catalog, read, site)
-}
-
-/// [`settle`] at a stage of the load: ranks that are at different ones were called with different options.
-fn settle_at<T>(stage: &str, world: &World, catalog: &Catalog, read: Result<T>, site: Site) -> Result<Option<T>> {
     let status = match &read {
-        Ok(_) => stage.to_string(),
+        Ok(_) => String::new(),
         Err(_) if catalog.files.is_replaced() => REPLACED.to_string(),
         Err(error) => format!("!{}", error.to_report()),
     };
-    // The stage for success, `REPLACED`, or `!` and the error: one gather shows every rank how it went.
+    // Nothing for success, `REPLACED`, or `!` and the error: one gather shows every rank how it went.
     let all = gather_texts(world, &status, site)?;
     if let Some(rank) = all.iter().position(|status| status.starts_with('!')) {
         return Err(Error::from_report(world.ranks()[rank], &all[rank][1..]));
@@ -255,17 +253,8 @@ fn settle_at<T>(stage: &str, world: &World, catalog: &Catalog, read: Result<T>, 
     if all.iter().any(|status| status == REPLACED) {
         return Ok(None);
     }
-    if all.iter().any(|status| status != stage) {
-        let (found, needed) = ("ranks that share reads and ranks that do not", "the same option on all ranks");
-        return Err(ErrorKind::Argument.error("share_reads", found, needed, "pass the same options on every rank"));
-    }
     read.map(Some)
 }
-
-/// The message of a rank that has loaded all.
-const DONE: &str = "";
-/// The message of a rank that will share reads, or has read what it passes on.
-const SHARING: &str = "+";
 
 /// The message of a rank whose checkpoint was replaced while it was reading.
 const REPLACED: &str = "~";

@@ -1,5 +1,7 @@
 //! Options and result of a load.
 
+use std::fmt;
+
 use super::files::LoadReport;
 use super::state::State;
 
@@ -27,6 +29,15 @@ pub struct StateLoadOptions {
 impl Default for StateLoadOptions {
     fn default() -> Self {
         StateLoadOptions { allow_partial: false, allow_narrowing: true, block_scales: None, share_reads: false }
+    }
+}
+
+impl fmt::Display for StateLoadOptions {
+    /// All options in one line, as ranks compare them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StateLoadOptions { allow_partial, allow_narrowing, block_scales, share_reads } = self;
+        write!(f, "allow_partial: {allow_partial}, allow_narrowing: {allow_narrowing}, ")?;
+        write!(f, "block_scales: {block_scales:?}, share_reads: {share_reads}")
     }
 }
 

@@ -23,6 +23,7 @@ use crate::data::{Batches, Dataset};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::nn::Module;
 use crate::optim::{GradScaler, OptimizerState, Schedule, ShardedOptimizer};
+use crate::param::MergedTensor;
 use crate::random::GeneratorState;
 use crate::tensor::DTensor;
 
@@ -489,14 +490,14 @@ impl Stateful for &ShardedOptimizer {
     }
 
     fn state(&self) -> Result<State> {
-        let state = with_own_shapes(State::try_from(&self.state_dict()?)?, self);
+        let state = with_own_shapes(State::try_from(&self.state_dict()?)?, self)?;
         with_schedule(state, self.schedule())
     }
 
     fn state_in(&self, format: Format) -> Result<State> {
         match format.is_torch_state() {
             true => {
-                let state = with_own_shapes(torch_optim::to_torch(&self.state_dict()?)?, self);
+                let state = with_own_shapes(torch_optim::to_torch(&self.state_dict()?)?, self)?;
                 with_schedule(state, self.schedule())
             }
             false => self.state(),
@@ -524,7 +525,7 @@ impl Restore for &mut ShardedOptimizer {
             true => torch_optim::template(self, stored, entry)?,
             false => State::try_from(&self.state_template()?)?,
         };
-        template = with_own_shapes(template, self);
+        template = with_own_shapes(template, self)?;
         if let State::Map(entries) = &mut template {
             // Settings come from the checkpoint. Older checkpoints have no schedule: then the optimizer keeps its own.
             for name in ["groups", SCHEDULE] {
@@ -546,21 +547,21 @@ impl Restore for &mut ShardedOptimizer {
 }
 
 /// The state of an optimizer in which the tensors of parameters with merged dimensions have the shapes of the parameters.
-fn with_own_shapes(mut state: State, optimizer: &ShardedOptimizer) -> State {
-    let State::Map(entries) = &mut state else { return state };
-    let Some(State::Map(params)) = entries.get_mut("state") else { return state };
-    for (name, param) in optimizer.params() {
-        let (Some(merged), Some(State::Map(tensors))) = (param.merged(), params.get_mut(name)) else { continue };
-        for entry in tensors.values_mut() {
+fn with_own_shapes(mut state: State, optimizer: &ShardedOptimizer) -> Result<State> {
+    let State::Map(entries) = &mut state else { return Ok(state) };
+    let Some(State::Map(params)) = entries.get_mut("state") else { return Ok(state) };
+    for (name, _) in optimizer.params() {
+        let Some(State::Map(tensors)) = params.get_mut(name) else { continue };
+        for (kind, entry) in tensors {
             // Master weights and moments; numbers are no tensors.
             if let State::Tensor(tensor) = entry
-                && tensor.shape() == merged.stored().shape()
+                && let Some(merged) = optimizer.merged_state(name, kind)?
             {
-                *entry = State::Merged(merged.with_stored(tensor.clone()));
+                *entry = State::Merged(MergedTensor::new(tensor, merged.shape())?);
             }
         }
     }
-    state
+    Ok(state)
 }
 
 /// The entry with the schedule, as a string of JSON: a single value, whatever the schedule's structure.

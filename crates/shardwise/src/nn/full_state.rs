@@ -113,7 +113,11 @@ pub(super) fn load_state<M: Module + ?Sized>(
         let own_name = name.strip_prefix(&*options.prefix);
         let like = own_name.and_then(|name| own.get(name));
         if let Some(merged) = own_name.and_then(|name| merged.get(name)).filter(|m| m.shape() == whole.dims()) {
-            whole = whole.reshape(merged.stored().shape())?;
+            // A stand-in is replaced: reshaping it would allocate the whole tensor.
+            whole = match mine {
+                Some(_) => whole.reshape(merged.stored().shape())?,
+                None => stand_in(&(merged.stored().shape().to_vec(), text.1.clone()))?,
+            };
         }
         let fits = like.is_some_and(|like| like.shape() == whole.dims());
         let value = match like.or(own.values().next()) {

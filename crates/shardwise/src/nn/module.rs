@@ -156,11 +156,27 @@ pub trait Module {
     /// Returns the values of all parameters and persistent buffers by path, detached, in their current layouts.
     ///
     /// Local, and copies nothing: tensors are immutable values. A parameter with merged dimensions ([`Param::merge_dims`]) has
-    /// them merged here too. For files see [`checkpoint::save`](crate::checkpoint::save).
+    /// them merged here too; see [`unmerged_state_dict`](Self::unmerged_state_dict). For files see
+    /// [`checkpoint::save`](crate::checkpoint::save).
     fn state_dict(&self) -> BTreeMap<String, DTensor> {
         let parameters = self.named_parameters().into_iter().map(|(path, p)| (path, p.get().detach()));
         let buffers = self.named_buffers().into_iter().filter(|(_, buffer)| buffer.is_persistent());
         parameters.chain(buffers.map(|(path, buffer)| (path, buffer.get()))).collect()
+    }
+
+    /// As [`state_dict`](Self::state_dict), with parameters that have merged dimensions in the shapes that the module declared, as
+    /// a module without merged dimensions has and loads them.
+    ///
+    /// Collective: every rank of the mesh must call it. Shards that cross the borders of merged dimensions are gathered.
+    #[track_caller]
+    fn unmerged_state_dict(&self) -> Result<BTreeMap<String, DTensor>> {
+        let mut state = self.state_dict();
+        for (path, param) in self.named_parameters() {
+            if param.merged().is_some() {
+                state.insert(path, param.separate()?);
+            }
+        }
+        Ok(state)
     }
 
     /// As [`state_dict`](Self::state_dict), with the prefix of the options before every path.

@@ -15,7 +15,8 @@ settings! {
     /// are relative to the root mean square of the parameter.
     ///
     /// Communicates statistics only: per matrix the sums of squares of its rows if columns are sharded, those of its columns
-    /// if rows are sharded, and three sums of one element (per batch of matrices: one per matrix).
+    /// if rows are sharded, and three sums of one element (per batch of matrices: one per matrix). Of a parameter with merged
+    /// dimensions ([`Param::merge_dims`](crate::Param::merge_dims)) whose shards cross their borders, parameter and gradient are gathered.
     Adafactor {
         /// The second moments at step t keep `1 - t^beta2_decay`.
         beta2_decay: f64 = -0.8,

@@ -7,10 +7,12 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::ShardedOptimizer;
+use super::merged::{ParamView, separated};
 use super::schedule::Schedule;
-use super::state::{FullState, GroupState, OptimizerState, ParamState};
+use super::state::{FullState, GroupState, OptimizerState, ParamState, tensors_of};
 use crate::comm::World;
 use crate::error::{Error, Result};
+use crate::layout::MergedShape;
 use crate::nn::{check_rank, described_by, gather_to, stand_in, text_of};
 use crate::tensor::DTensor;
 
@@ -90,8 +92,46 @@ impl ShardedOptimizer {
         self.load(state, groups, |tensor, mesh, layout| {
             // A rank that is not on the mesh is refused by the call, on all ranks.
             let position = mesh.mesh().ranks().iter().position(|&rank| rank == src).unwrap_or(usize::MAX);
-            DTensor::distribute_tensor(tensor, mesh, layout.placements().to_vec(), Some(position))
+            // Tensors of merged dimensions have either shape. A stand-in is replaced: reshaping it would allocate the whole tensor.
+            let tensor = match world.rank() == src {
+                _ if tensor.dims() == layout.shape() => tensor.clone(),
+                true => tensor.reshape(layout.shape())?,
+                false => stand_in(&(layout.shape().to_vec(), tensor.dtype().as_str().to_string()))?,
+            };
+            DTensor::distribute_tensor(&tensor, mesh, layout.placements().to_vec(), Some(position))
         })
+    }
+}
+
+impl ShardedOptimizer {
+    /// As [`state_dict`](Self::state_dict), with the tensors of parameters with merged dimensions ([`Param::merge_dims`](crate::Param::merge_dims)) in the
+    /// shapes that the modules declare, as an optimizer over parameters without merged dimensions has them.
+    ///
+    /// Collective: every rank of the mesh must call it. Shards that cross the borders of merged dimensions are gathered.
+    #[track_caller]
+    pub fn unmerged_state_dict(&self) -> Result<OptimizerState> {
+        let mut state = self.state_dict()?;
+        for (name, param) in &mut state.params {
+            let mut tensors = BTreeMap::new();
+            for (kind, tensor) in std::mem::take(&mut param.tensors) {
+                let merged = self.merged_state(name, &kind)?;
+                tensors.insert(kind, separated(tensor, merged.as_ref())?);
+            }
+            *param = ParamState { numbers: std::mem::take(&mut param.numbers), tensors };
+        }
+        Ok(state)
+    }
+
+    /// The own shape of a state tensor that is stored with merged dimensions.
+    pub(crate) fn merged_state(&self, param: &str, tensor: &str) -> Result<Option<MergedShape>> {
+        let Some(optimized) = self.params.iter().find(|optimized| optimized.name == param) else { return Ok(None) };
+        let view = ParamView::of(&optimized.param);
+        if view.merged.is_none() {
+            return Ok(None);
+        }
+        let tensors = tensors_of(&view, &self.groups[optimized.group])?;
+        let own = tensors.iter().find(|own| own.name == tensor);
+        Ok(own.and_then(|own| view.merged_state(&own.shape)))
     }
 }
 

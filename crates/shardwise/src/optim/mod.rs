@@ -5,6 +5,7 @@
 mod settings;
 mod optimizer;
 mod working_state;
+mod merged;
 mod param_step;
 mod adadelta;
 mod adafactor;
@@ -63,6 +64,7 @@ use crate::layout::Layout;
 use crate::module_scope::in_phase;
 use crate::param::Param;
 use crate::tensor::DTensor;
+use merged::ParamView;
 use working_state::WorkingState;
 
 /// An optimizer over named parameters, each in any layout on any mesh of the world.
@@ -114,13 +116,14 @@ impl OptimizedParam {
     fn step(&mut self, leaf: &DTensor, gradient: &DTensor, group: &ParamGroup, lr: f64) -> Result<()> {
         // A parameter that is a partial sum is reduced.
         let param = leaf.detach().to_layout(&leaf.layout().reduced())?;
+        let param = ParamView::with_value(&self.param, param);
         let fits = self.state.as_ref().map_or(Ok(false), |state| state.fits(&param, group))?;
         if !fits {
             let before = self.state.take().map(|state| state.saved()).transpose()?;
             self.state = Some(WorkingState::new(&param, group, &before.unwrap_or_default())?);
         }
         let state = self.state.as_mut().expect("created above");
-        self.param.set(&state.step(param, gradient, group, lr)?)
+        self.param.set(&state.step(param.value, gradient, group, lr)?)
     }
 }
 
@@ -152,7 +155,7 @@ impl ShardedOptimizer {
         group.check()?;
         let known = self.params.len();
         for (name, param) in params {
-            let fits = group.algorithm.check_shape(&param.shape()).and_then(|()| check_merged(&group, &param));
+            let fits = group.algorithm.check_shape(&param.shape());
             if let Err(error) = fits.and(group.state_dtype_of(param.dtype()).map(drop)) {
                 self.params.truncate(known);
                 return Err(with_name(error, &name));
@@ -292,7 +295,8 @@ impl ShardedOptimizer {
         Ok(others)
     }
 
-    /// Returns the state to save, each tensor sharded like its parameter. Local.
+    /// Returns the state to save, each tensor sharded like its parameter, and with merged dimensions if the parameter has them
+    /// ([`unmerged_state_dict`](Self::unmerged_state_dict) separates them). Local.
     ///
     /// It is complete even before the first step: a parameter without a gradient so far has its initial state. So the state
     /// of a new optimizer is a template for [`checkpoint::load`](crate::checkpoint::load).
@@ -303,7 +307,7 @@ impl ShardedOptimizer {
             let group = &self.groups[optimized.group];
             let saved = match &optimized.state {
                 Some(state) => state.saved()?,
-                None => state::initial(&optimized.param.get().detach(), group)?,
+                None => state::initial(&ParamView::of(&optimized.param), group)?,
             };
             state.params.insert(optimized.name.clone(), saved);
         }
@@ -315,13 +319,13 @@ impl ShardedOptimizer {
     /// For use with [`checkpoint::load_placed`](crate::checkpoint::load_placed).
     pub fn state_layout(&self, param: &str, tensor: &str) -> Result<Option<(DeviceMesh, Layout)>> {
         let Some(optimized) = self.params.iter().find(|optimized| optimized.name == param) else { return Ok(None) };
-        state::mesh_and_layout(&optimized.param.get(), &self.groups[optimized.group], tensor)
+        state::mesh_and_layout(&ParamView::of(&optimized.param), &self.groups[optimized.group], tensor)
     }
 
     /// The initial state of all parameters: a template of a load, without a copy of the current state.
     pub(crate) fn state_template(&self) -> Result<OptimizerState> {
         let of = |optimized: &OptimizedParam| {
-            let param = optimized.param.get().detach();
+            let param = ParamView::of(&optimized.param);
             Ok((optimized.name.clone(), state::initial(&param, &self.groups[optimized.group])?))
         };
         let params = self.params.iter().map(of).collect::<Result<_>>()?;
@@ -329,7 +333,7 @@ impl ShardedOptimizer {
     }
 
     /// Loads a saved state, including settings and schedule. Its tensors may have other layouts than the parameters, also on
-    /// other meshes of the world.
+    /// other meshes of the world. Those of a parameter with merged dimensions may have them merged or not.
     ///
     /// Collective: tensors are redistributed to the layouts of the parameters.
     ///
@@ -348,7 +352,9 @@ impl ShardedOptimizer {
     pub fn load_full_state(&mut self, state: &FullState) -> Result<()> {
         let groups = self.check(state, Tensor::dims)?;
         self.load(state, groups, |tensor, mesh, layout| {
-            DTensor::distribute_tensor(tensor, mesh, layout.placements().to_vec(), None)
+            // Tensors of merged dimensions have either shape.
+            let tensor = tensor.reshape(layout.shape())?;
+            DTensor::distribute_tensor(&tensor, mesh, layout.placements().to_vec(), None)
         })
     }
 
@@ -367,7 +373,7 @@ impl ShardedOptimizer {
                 loaded.push(None);
                 continue;
             }
-            let param = optimized.param.get().detach();
+            let param = ParamView::of(&optimized.param);
             let mut tensors = BTreeMap::new();
             let group = &groups[optimized.group];
             for (kind, saved) in &saved.tensors {
@@ -418,9 +424,9 @@ impl ShardedOptimizer {
         }
         let mut keeping = Vec::new();
         for optimized in &self.params {
-            let (algorithm, layout) = (&groups[optimized.group].algorithm, optimized.param.layout());
-            state::check(&optimized.name, &state.params[&optimized.name], algorithm, layout.shape(), shape_of)?;
-            if !algorithm.state(layout.shape())?.is_empty() {
+            let (algorithm, param) = (&groups[optimized.group].algorithm, ParamView::of(&optimized.param));
+            state::check(&optimized.name, &state.params[&optimized.name], algorithm, &param, shape_of)?;
+            if !algorithm.state(param.shape())?.is_empty() {
                 keeping.push(optimized);
             }
         }
@@ -447,19 +453,6 @@ impl ShardedOptimizer {
         let groups = self.groups.iter().enumerate();
         groups.map(|(i, group)| GroupState { group: group.clone(), params: of(i).collect() }).collect()
     }
-}
-
-/// Refuses a parameter with merged dimensions for an optimizer that would see another matrix in it than without: one whose state
-/// is not that of single elements.
-fn check_merged(group: &ParamGroup, param: &Param) -> Result<()> {
-    let Some(merged) = param.merged() else { return Ok(()) };
-    let stored = merged.stored().shape();
-    if group.algorithm.state(stored)?.iter().all(|tensor| tensor.shape == stored) {
-        return Ok(());
-    }
-    let found = format!("shape {:?}, stored as {stored:?}, for {}", merged.shape(), group.algorithm.name());
-    let needed = "parameters without merged dimensions, or an elementwise optimizer";
-    Err(ErrorKind::Optimizer.error("parameters", found, needed, "use AdamW for it, in a group of its own"))
 }
 
 /// Adds the name of the parameter that an error is about.

@@ -2,8 +2,10 @@
 
 use candle_core::Tensor;
 
+use super::merged::{separated, stored};
 use super::working_state::{MASTER, STEP, StateValues, WorkingState, placed};
 use crate::error::{Error, ErrorKind, Result};
+use crate::layout::MergedShape;
 use crate::tensor::DTensor;
 use shardwise_kernels::{Elementwise, StateElement, elementwise_update};
 
@@ -71,9 +73,9 @@ impl<'a> ParamStep<'a> {
         Ok(())
     }
 
-    /// Shape of the full parameter.
+    /// Shape of the full parameter, as its module declared it.
     pub fn shape(&self) -> &[usize] {
-        self.value.shape()
+        self.state.merged.as_ref().map_or_else(|| self.value.shape(), MergedShape::shape)
     }
 
     /// Element type of the parameter.
@@ -82,21 +84,25 @@ impl<'a> ParamStep<'a> {
     }
 
     /// Returns the parameter, or its master weight if one is kept.
+    ///
+    /// Local, unless the parameter has merged dimensions ([`Param::merge_dims`](crate::Param::merge_dims)): then shards that cross
+    /// their borders are gathered, here and in [`gradient`](Self::gradient) and [`state`](Self::state).
     pub fn param(&self) -> Result<DTensor> {
         let value = self.value.to_dtype(self.state.dtype())?;
         if !self.state.has_master() {
-            return Ok(value);
+            return separated(value, self.state.merged.as_ref());
         }
         // Where the parameter is not the rounded master weight, the program has set it since, and its value is used.
-        let copy = self.state(MASTER)?;
+        let copy = self.state.tensor(self.index(MASTER)?)?;
         let rounded = copy.to_dtype(self.value.dtype())?.to_dtype(value.dtype())?;
-        rounded.eq(&value)?.where_cond(&copy, &value)
+        separated(rounded.eq(&value)?.where_cond(&copy, &value)?, self.state.merged.as_ref())
     }
 
     /// Returns the gradient, negated if the objective is maximized.
     pub fn gradient(&self) -> Result<DTensor> {
         let gradient = self.gradient.detach().to_dtype(self.state.dtype())?;
-        if self.sign < 0.0 { gradient.neg() } else { Ok(gradient) }
+        let gradient = if self.sign < 0.0 { gradient.neg()? } else { gradient };
+        separated(gradient, self.state.merged.as_ref())
     }
 
     /// Returns a state tensor by name.
@@ -104,7 +110,8 @@ impl<'a> ParamStep<'a> {
     /// # Errors
     /// [`Error::Invalid`] if the optimizer does not list it.
     pub fn state(&self, name: &str) -> Result<DTensor> {
-        self.state.tensor(self.index(name)?)
+        let i = self.index(name)?;
+        separated(self.state.tensor(i)?, self.state.entries[i].merged.as_ref())
     }
 
     /// Replaces a state tensor by one in any layout. Collective if the layout differs.
@@ -114,7 +121,8 @@ impl<'a> ParamStep<'a> {
     #[track_caller]
     pub fn set_state(&mut self, name: &str, tensor: &DTensor) -> Result<()> {
         let i = self.index(name)?;
-        self.state.set_tensor(i, tensor)
+        let tensor = stored(tensor, self.state.entries[i].merged.as_ref())?;
+        self.state.set_tensor(i, &tensor)
     }
 
     /// Updates parameter and state element by element, in one pass over the memory of the local shards. Local.
@@ -140,7 +148,8 @@ impl<'a> ParamStep<'a> {
         rule: impl Elementwise<K>,
     ) -> Result<()> {
         let dtype = change.dtype();
-        let change = placed(change, &self.state.mesh, &self.state.layout, dtype)?;
+        let change = stored(change, self.state.merged.as_ref())?;
+        let change = placed(&change, &self.state.mesh, &self.state.layout, dtype)?;
         self.run(&change, state, rule)
     }
 

@@ -7,13 +7,14 @@ use serde::{Deserialize, Serialize};
 
 use super::algorithm::Algorithm;
 use super::group::ParamGroup;
+use super::merged::{ParamView, stored};
 use super::optimizer::StateTensor;
 use super::param_step::ParamStep;
 use super::schedule::Schedule;
 use super::working_state::{MASTER, STEP, StateEntry, StateValues, WorkingState, placed, vector};
 use crate::comm::{DeviceMesh, MemoryKind};
 use crate::error::{ErrorKind, Result};
-use crate::layout::{Layout, TensorMeta};
+use crate::layout::{Layout, MergedShape, TensorMeta};
 use crate::placement::Placement;
 use crate::tensor::{DTensor, no_grad};
 use shardwise_kernels::placeholder;
@@ -104,24 +105,24 @@ fn everywhere(tensor: &DTensor) -> Result<Tensor> {
 impl WorkingState {
     /// Creates the state of a parameter from saved tensors; missing ones get their initial values.
     #[track_caller]
-    pub(super) fn new(param: &DTensor, group: &ParamGroup, saved: &ParamState<DTensor>) -> Result<Self> {
-        let (mesh, layout) = (param.device_mesh().clone(), param.layout().reduced());
-        let (tensors, dtype) = (tensors_of(param, group)?, group.state_dtype_of(param.dtype())?);
+    pub(super) fn new(param: &ParamView, group: &ParamGroup, saved: &ParamState<DTensor>) -> Result<Self> {
+        let (mesh, layout) = (param.value.device_mesh().clone(), param.value.layout().reduced());
+        let (tensors, dtype) = (tensors_of(param, group)?, group.state_dtype_of(param.value.dtype())?);
         let mut entries = Vec::new();
         // In the same order on all ranks, because redistributing is collective.
         let mut parts = Vec::new();
         let mut charge = 0;
         for tensor in &tensors {
-            let to = layout_of(tensor, &layout)?;
+            let (to, merged) = layout_of(tensor, param)?;
             let part = match saved.tensors.get(tensor.name) {
-                Some(saved) => Some(placed(saved, &mesh, &to, dtype)?),
-                None if tensor.name == MASTER => Some(placed(&param.detach(), &mesh, &to, dtype)?),
+                Some(saved) => Some(placed(&stored(saved, merged.as_ref())?, &mesh, &to, dtype)?),
+                None if tensor.name == MASTER => Some(placed(&param.value.detach(), &mesh, &to, dtype)?),
                 None => None,
             };
             let meta = TensorMeta { shape: to.local_shape(mesh.world().rank()), dtype };
             charge += meta.bytes();
             parts.push((part.map(|part| part.local().clone()), tensor.initial, meta));
-            entries.push(StateEntry { name: tensor.name, layout: to });
+            entries.push(StateEntry { name: tensor.name, layout: to, merged });
         }
         let charge = mesh.world().memory().charge(charge, MemoryKind::OptimizerState);
         let values = match dtype {
@@ -143,18 +144,21 @@ impl WorkingState {
                 saved.numbers.get(BEGUN) == Some(&0.0) || !tensors.iter().any(is_kept)
             }
         };
-        Ok(WorkingState { numbers, first, entries, values, mesh, layout, _charge: charge })
+        let merged = param.merged.clone();
+        Ok(WorkingState { numbers, first, entries, values, mesh, layout, merged, _charge: charge })
     }
 
     /// Whether this state still fits the parameter and the settings of its group.
-    pub(super) fn fits(&self, param: &DTensor, group: &ParamGroup) -> Result<bool> {
+    pub(super) fn fits(&self, param: &ParamView, group: &ParamGroup) -> Result<bool> {
         let (tensors, numbers) = (tensors_of(param, group)?, group.algorithm.numbers()?);
         let is_same = |(entry, tensor): (&StateEntry, &StateTensor)| {
-            entry.name == tensor.name && entry.layout.shape() == tensor.shape.as_slice()
+            let own = entry.merged.as_ref().map_or_else(|| entry.layout.shape(), MergedShape::shape);
+            entry.name == tensor.name && own == tensor.shape.as_slice()
         };
-        Ok(self.layout == param.layout().reduced()
-            && self.mesh.is_same(param.device_mesh())
-            && self.dtype() == group.state_dtype_of(param.dtype())?
+        Ok(self.layout == param.value.layout().reduced()
+            && self.merged == param.merged
+            && self.mesh.is_same(param.value.device_mesh())
+            && self.dtype() == group.state_dtype_of(param.value.dtype())?
             && self.entries.len() == tensors.len()
             && self.entries.iter().zip(&tensors).all(is_same)
             && self.numbers.iter().map(|(name, _)| name).eq(numbers.iter().map(|(name, _)| name)))
@@ -190,14 +194,14 @@ impl WorkingState {
 }
 
 /// The state of a parameter before its first step.
-pub(super) fn initial(param: &DTensor, group: &ParamGroup) -> Result<ParamState> {
-    let (mesh, dtype) = (param.device_mesh(), group.state_dtype_of(param.dtype())?);
+pub(super) fn initial(param: &ParamView, group: &ParamGroup) -> Result<ParamState> {
+    let (mesh, dtype) = (param.value.device_mesh(), group.state_dtype_of(param.value.dtype())?);
     let mut saved = ParamState::default();
     for tensor in tensors_of(param, group)? {
-        let layout = layout_of(&tensor, &param.layout().reduced())?;
+        let (layout, _) = layout_of(&tensor, param)?;
         let meta = TensorMeta { shape: layout.local_shape(mesh.world().rank()), dtype };
         let value = match tensor.name {
-            MASTER => placed(param, mesh, &layout, dtype)?,
+            MASTER => placed(&param.value, mesh, &layout, dtype)?,
             _ => {
                 let local = match tensor.initial {
                     _ if mesh.world().is_dry() || meta.elem_count() == 0 => placeholder(&meta)?,
@@ -224,16 +228,23 @@ fn mark_unused(saved: &mut ParamState) {
     }
 }
 
-/// The state tensors of a parameter, with master weights last.
-fn tensors_of(param: &DTensor, group: &ParamGroup) -> Result<Vec<StateTensor>> {
-    let is_half = matches!(param.dtype(), DType::F16 | DType::BF16);
+/// The state tensors of a parameter in the shapes that optimizers see, with master weights last.
+pub(super) fn tensors_of(param: &ParamView, group: &ParamGroup) -> Result<Vec<StateTensor>> {
+    let is_half = matches!(param.value.dtype(), DType::F16 | DType::BF16);
     let master = (group.master && is_half).then(|| StateTensor::zeros(MASTER, param.shape()));
     Ok(group.algorithm.state(param.shape())?.into_iter().chain(master).collect())
 }
 
-/// The layout of a state tensor: dimensions of the same size as in the parameter are sharded alike.
-fn layout_of(tensor: &StateTensor, param: &Layout) -> Result<Layout> {
-    let (shape, mesh) = (tensor.shape.as_slice(), param.mesh());
+/// The layout in which a state tensor is stored, and its own shape if its dimensions are merged.
+fn layout_of(tensor: &StateTensor, param: &ParamView) -> Result<(Layout, Option<MergedShape>)> {
+    let merged = param.merged_state(&tensor.shape);
+    let shape = merged.as_ref().map_or_else(|| tensor.shape.clone(), MergedShape::stored);
+    Ok((layout_like(&shape, &param.value.layout().reduced())?, merged))
+}
+
+/// The layout of a tensor beside a parameter: dimensions of the same size are sharded alike.
+fn layout_like(shape: &[usize], param: &Layout) -> Result<Layout> {
+    let mesh = param.mesh();
     if shape == param.shape() {
         return Ok(param.clone());
     }
@@ -253,7 +264,7 @@ pub(super) fn check<T>(
     name: &str,
     saved: &ParamState<T>,
     algorithm: &Algorithm,
-    shape: &[usize],
+    param: &ParamView,
     shape_of: fn(&T) -> &[usize],
 ) -> Result<()> {
     if saved.is_empty() {
@@ -263,6 +274,7 @@ pub(super) fn check<T>(
         let fix = format!("load the state of {} of the same model", algorithm.name());
         ErrorKind::state().error("optimizer state", found, needed, fix)
     };
+    let shape = param.shape();
     let tensors = algorithm.state(shape)?;
     let expected: Vec<&str> = tensors.iter().map(|tensor| tensor.name).collect();
     if let Some(missing) = expected.iter().find(|&&kind| !saved.tensors.contains_key(kind)) {
@@ -274,7 +286,9 @@ pub(super) fn check<T>(
             None if kind == MASTER => shape,
             None => return Err(bad(format!("`{kind}` of parameter `{name}`"), format!("{expected:?}"))),
         };
-        if shape_of(saved) != needed {
+        // Tensors of merged dimensions are taken in either shape.
+        let is_stored = || param.merged_state(needed).is_some_and(|merged| merged.stored() == shape_of(saved));
+        if shape_of(saved) != needed && !is_stored() {
             let found = format!("`{kind}` of parameter `{name}` with shape {:?}", shape_of(saved));
             return Err(bad(found, format!("{needed:?} for a parameter of shape {shape:?}")));
         }
@@ -290,8 +304,12 @@ pub(super) fn check<T>(
 }
 
 /// Mesh and layout of one state tensor of a parameter.
-pub(super) fn mesh_and_layout(param: &DTensor, group: &ParamGroup, name: &str) -> Result<Option<(DeviceMesh, Layout)>> {
+pub(super) fn mesh_and_layout(
+    param: &ParamView,
+    group: &ParamGroup,
+    name: &str,
+) -> Result<Option<(DeviceMesh, Layout)>> {
     let tensors = tensors_of(param, group)?;
     let Some(tensor) = tensors.iter().find(|tensor| tensor.name == name) else { return Ok(None) };
-    Ok(Some((param.device_mesh().clone(), layout_of(tensor, &param.layout().reduced())?)))
+    Ok(Some((param.value.device_mesh().clone(), layout_of(tensor, param)?.0)))
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::comm::{DeviceMesh, MemoryCharge};
 use crate::error::Result;
-use crate::layout::{Layout, TensorMeta};
+use crate::layout::{Layout, MergedShape, TensorMeta};
 use crate::tensor::DTensor;
 use shardwise_kernels::{contiguous, placeholder, reserve};
 
@@ -23,8 +23,10 @@ pub(super) struct WorkingState {
     pub(super) entries: Vec<StateEntry>,
     pub(super) values: StateValues,
     pub(super) mesh: DeviceMesh,
-    /// Layout of the parameter.
+    /// Layout of the stored parameter.
     pub(super) layout: Layout,
+    /// The own shape of the parameter, if it is stored with merged dimensions.
+    pub(super) merged: Option<MergedShape>,
     pub(super) _charge: MemoryCharge,
 }
 
@@ -32,6 +34,8 @@ pub(super) struct WorkingState {
 pub(super) struct StateEntry {
     pub(super) name: &'static str,
     pub(super) layout: Layout,
+    /// Its own shape, if it is stored with merged dimensions.
+    pub(super) merged: Option<MergedShape>,
 }
 
 /// Local shards of all state tensors, in row-major order.

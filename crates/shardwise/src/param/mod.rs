@@ -197,8 +197,9 @@ impl Param {
     /// ([`forward_value`](Self::forward_value)), and checkpoints have that shape too.
     ///
     /// Sharded over the rows of the matrix ([`FullyShard::shard_merged`](crate::plan::FullyShard::shard_merged)), the parameter,
-    /// its gradient and its optimizer state are divided evenly, however few experts there are. Optimizers step the matrix; ones
-    /// that are not elementwise, such as [`Adafactor`](crate::optim::Adafactor), refuse the parameter.
+    /// its gradient and its optimizer state are divided evenly, however few experts there are. Optimizers see the shape that modules
+    /// see; for one that is not elementwise, such as [`Adafactor`](crate::optim::Adafactor), shards that cross the borders of
+    /// experts are gathered in every step.
     ///
     /// Collective if the value is sharded on one of these dimensions.
     ///

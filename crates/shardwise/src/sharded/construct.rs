@@ -13,7 +13,7 @@ use crate::comm::{DeviceMesh, agree, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::tensor::check_metas;
-use shardwise_kernels::{check_arithmetic, check_supported, filled, own_copy, placeholder};
+use shardwise_kernels::{check_dtype, check_stored, filled, own_copy, placeholder};
 
 /// Checks that every shard fits into memory. Each rank looks at the shards of all, so all get the same error.
 fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {
@@ -79,7 +79,7 @@ impl ShardedTensor {
         meta: &TensorMeta,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensorMetadata> {
-        check_arithmetic(meta.dtype)?;
+        check_dtype(meta.dtype)?;
         let metadata = spec.build_metadata(&meta.shape, meta.dtype)?;
         check_ranks(&metadata, mesh)?;
         check_shards(&metadata, mesh.world().is_dry())?;
@@ -224,7 +224,7 @@ impl ShardedTensor {
         shape: impl Into<Shape>,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        check_supported(tensor)?;
+        check_stored(tensor)?;
         let (spec, size) = (spec.into(), shape.into().into_dims());
         let metadata = spec.build_metadata(&size, tensor.dtype())?;
         check_ranks(&metadata, mesh)?;
@@ -263,7 +263,7 @@ impl ShardedTensor {
         let spec = spec.into();
         let metadata = Self::checked(&spec, whole, mesh)?;
         check_local(tensors, &metadata, mesh.world().rank())?;
-        let copy = |tensor: &Tensor| Ok(check_supported(tensor).and_then(|()| own_copy(tensor))?);
+        let copy = |tensor: &Tensor| Ok(check_stored(tensor).and_then(|()| own_copy(tensor))?);
         let tensors = tensors.iter().map(copy).collect::<Result<Vec<_>>>()?;
         Ok(Self::from_parts(mesh, metadata, spec, tensors))
     }
@@ -318,7 +318,7 @@ fn shard_tensor_at(
         let things = [("tensor", meta.as_str()), ("source rank", &source), ("sharding spec", &text)];
         agree(&mesh.whole_group()?, &things, site)?;
     }
-    check_supported(tensor)?;
+    check_stored(tensor)?;
     let metadata = spec.build_metadata(tensor.dims(), tensor.dtype())?;
     check_ranks(&metadata, mesh)?;
     let tensors = spec.0.shard(&ShardTensorRequest { tensor, metadata: &metadata, mesh, src_rank, site })?;

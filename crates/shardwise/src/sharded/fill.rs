@@ -14,7 +14,7 @@ use crate::layout::TensorMeta;
 use crate::nn::init::{Init, InitialValue};
 use crate::random::Distribution;
 use crate::tensor::{TensorId, agreed_draw, random_box};
-use shardwise_kernels::{filled, placeholder};
+use shardwise_kernels::{convert, filled, placeholder};
 
 impl ShardedTensor {
     /// Creates a tensor of random elements, drawn from the generator of the mesh: the same bits for every spec and for
@@ -128,8 +128,11 @@ impl ShardedTensor {
         match init.initial_value(&size)? {
             InitialValue::Constant(value) => self.set_shards(&|part| Ok(filled(value, &shard_meta(part, dtype))?)),
             InitialValue::Random(distribution) => {
-                let draw = agreed_draw(distribution, &size, dtype, &mesh, mesh.generator(), site)?;
-                self.set_shards(&|part| random_box(distribution, draw, &size, &part.as_box(), dtype))
+                let drawn = drawn_dtype(dtype);
+                let draw = agreed_draw(distribution, &size, drawn, &mesh, mesh.generator(), site)?;
+                self.set_shards(&|part| {
+                    Ok(convert(&random_box(distribution, draw, &size, &part.as_box(), drawn)?, dtype)?)
+                })
             }
         }
     }
@@ -170,6 +173,11 @@ fn shard_meta(part: &ShardMetadata, dtype: DType) -> TensorMeta {
     TensorMeta { shape: part.sizes.clone(), dtype }
 }
 
+/// The type in which elements are drawn: `f8` is rounded from `f32`, as in distributed tensors.
+fn drawn_dtype(dtype: DType) -> DType {
+    if dtype == DType::F8E4M3 { DType::F32 } else { dtype }
+}
+
 fn random_at(
     distribution: Distribution,
     spec: AnyShardingSpec,
@@ -179,7 +187,9 @@ fn random_at(
 ) -> Result<ShardedTensor> {
     // A tensor that cannot be built is refused before the generator advances.
     ShardedTensor::checked(&spec, meta, mesh)?;
-    let (size, dtype) = (&meta.shape, meta.dtype);
-    let draw = agreed_draw(distribution, size, dtype, mesh, mesh.generator(), site)?;
-    ShardedTensor::by_shard(spec, meta, mesh, |part| random_box(distribution, draw, size, &part.as_box(), dtype))
+    let (size, drawn) = (&meta.shape, drawn_dtype(meta.dtype));
+    let draw = agreed_draw(distribution, size, drawn, mesh, mesh.generator(), site)?;
+    ShardedTensor::by_shard(spec, meta, mesh, |part| {
+        Ok(convert(&random_box(distribution, draw, size, &part.as_box(), drawn)?, meta.dtype)?)
+    })
 }

@@ -268,7 +268,8 @@ impl ShardedTensorMetadata {
 
 impl fmt::Display for ShardedTensorMetadata {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?} in {} shard(s)", self.dtype.as_str(), self.size, self.shards.len())?;
+        let gradient = if self.requires_grad { ", requires_grad" } else { "" };
+        write!(f, "{} {:?} in {} shard(s){gradient}", self.dtype.as_str(), self.size, self.shards.len())?;
         self.shards.iter().try_for_each(|shard| write!(f, "\n  {shard}"))
     }
 }

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use super::device::RemoteDevice;
 use super::metadata::ShardMetadata;
 use crate::error::{ErrorKind, Result};
-use shardwise_kernels::{check_supported, own_copy, same_memory};
+use shardwise_kernels::{check_stored, own_copy, same_memory};
 
 /// A shard that this rank holds: a box of the whole tensor, with its elements.
 ///
@@ -23,7 +23,7 @@ impl TensorShard {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) unless the tensor has the sizes and the device of the metadata.
     pub fn new(tensor: &Tensor, metadata: ShardMetadata) -> Result<Self> {
-        check_supported(tensor)?;
+        check_stored(tensor)?;
         if tensor.dims() != metadata.sizes {
             let found = format!("a tensor of shape {:?}", tensor.dims());
             return Err(ErrorKind::Argument.error(

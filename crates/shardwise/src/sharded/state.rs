@@ -13,7 +13,7 @@ use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, gather_texts};
 use crate::error::{Error, ErrorKind, Result};
-use shardwise_kernels::{bytes_of, check_arithmetic};
+use shardwise_kernels::{bytes_of, check_dtype};
 
 /// Serializable state of a sharded tensor on one rank: the elements of its shards, and the metadata of all shards.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -144,7 +144,7 @@ impl HeldShards {
     fn new(states: &[ShardedTensorState]) -> Result<HeldShards> {
         let Some(first) = states.first() else { return Ok(HeldShards { tensor: None }) };
         first.metadata.check_covering()?;
-        check_arithmetic(first.metadata.dtype)?;
+        check_dtype(first.metadata.dtype)?;
         let mut held = Vec::new();
         for state in states {
             if state.metadata != first.metadata {

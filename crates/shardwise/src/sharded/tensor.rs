@@ -11,9 +11,9 @@ use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
 use crate::comm::{DeviceMesh, Group, MemoryCharge, MemoryKind};
 use crate::error::{ErrorKind, Result};
-use crate::layout::Runs;
+use crate::layout::{Runs, TensorMeta};
 use crate::tensor::{ShownPart, TensorId, local_text, show_parts};
-use shardwise_kernels::check_cpu;
+use shardwise_kernels::{check_cpu, check_dtype, convert, placeholder};
 
 /// A tensor whose elements are divided into shards (boxes), any number of which each rank of a mesh holds.
 ///
@@ -190,8 +190,12 @@ impl ShardedTensor {
 
     /// Converts the elements to another type. Local.
     pub fn to_dtype(&self, dtype: DType) -> Result<ShardedTensor> {
-        shardwise_kernels::check_arithmetic(dtype)?;
-        let tensors = self.shards.iter().map(|s| Ok(s.tensor.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
+        check_dtype(dtype)?;
+        let one = |shard: &TensorShard| match self.mesh.world().is_dry() {
+            true => Ok(placeholder(&TensorMeta::new(shard.tensor.dims(), dtype))?),
+            false => Ok(convert(&shard.tensor, dtype)?),
+        };
+        let tensors = self.shards.iter().map(one).collect::<Result<Vec<_>>>()?;
         let metadata = ShardedTensorMetadata { dtype, ..(*self.metadata).clone() };
         Ok(Self::from_parts(&self.mesh, metadata, self.spec.clone(), tensors))
     }

@@ -8,6 +8,7 @@ mod hooks;
 mod init;
 mod mixed_precision;
 mod net;
+mod parity;
 mod scaler;
 mod states;
 mod sync;

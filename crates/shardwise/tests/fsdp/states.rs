@@ -113,6 +113,38 @@ fn what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() {
     assert!(text.contains("rank 2 of 2"), "{text}");
 }
 
+/// Ranks that name different ranks as the one with the full state get an error each, and none waits for another.
+#[test]
+fn ranks_that_name_different_ranks_of_a_full_state_all_fail() {
+    type Call = fn(&World, &Linear, usize) -> Result<()>;
+    let calls: [Call; 4] = [
+        |world, layer, rank| layer.full_state_dict(world, rank).map(drop),
+        |world, layer, rank| {
+            let state = Some(layer.full_state_dict(world, 0)?.unwrap_or_default());
+            layer.load_full_state_dict(world, rank, state.as_ref(), &StateDictOptions::default()).map(drop)
+        },
+        |world, layer, rank| AdamW::default().over(layer)?.state_dict()?.to_full_on(world, rank).map(drop),
+        |world, layer, rank| {
+            let mut optimizer = AdamW::default().over(layer)?;
+            let state = optimizer.state_dict()?.to_full()?;
+            optimizer.load_full_state_from(world, rank, Some(&state))
+        },
+    ];
+    for (i, call) in calls.into_iter().enumerate() {
+        let run = move |world: World| {
+            let mesh = world.mesh([("dp", 2)])?;
+            let layer = Linear::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 3, 4)?;
+            call(&world, &layer, world.rank())
+        };
+        // Shorter than the default, so that a rank that waits in vain is found soon.
+        let world = ThreadWorld::new(2).unwrap().deadline(std::time::Duration::from_secs(30));
+        for result in world.run_each(run) {
+            let error = result.expect_err("the ranks differ");
+            assert!(!matches!(error, Error::Timeout { .. }), "call {i}: {error}");
+        }
+    }
+}
+
 #[derive(Module)]
 struct Tables {
     layer: Linear,

@@ -38,14 +38,21 @@ fn every_way_of_sharding_trains_like_one_device() {
 fn one_rank_communicates_nothing() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 1)])?;
+        mesh.manual_seed(5);
         let net = Net::new(&Builder::new(&mesh), 5, 2)?;
         fully_shard(&net, &mesh, &["dp"])?;
         let mut optimizer = AdamW::default().over(&net)?;
-        let (x, target) = batch(&mesh, &[Shard(0)], DType::F32, 0)?;
-        world.trace().clear();
-        optimizer.step(net.loss(&x, &target, false)?.backward()?)?;
-        assert_eq!(calls(&world), Vec::<&str>::new());
-        Ok(())
+        let (one, plain) = reference(&world, 5, DType::F32)?;
+        let mut theirs = AdamW::default().over(&plain)?;
+        for step in 0..3 {
+            let (x, target) = batch(&mesh, &[Shard(0)], DType::F32, step)?;
+            world.trace().clear();
+            optimizer.step(net.loss(&x, &target, false)?.backward()?)?;
+            assert_eq!(calls(&world), Vec::<&str>::new());
+            let (x, target) = batch(&one, &[Replicate], DType::F32, step)?;
+            theirs.step(plain.loss(&x, &target, false)?.backward()?)?;
+        }
+        assert_same_parameters(&net, &plain, 0.0, "one rank")
     };
     launch(1, run).unwrap();
 }

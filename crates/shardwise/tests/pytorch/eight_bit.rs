@@ -2,7 +2,10 @@
 
 use candle_core::{Device, Tensor};
 use shardwise::checkpoint::{self, Format, SaveOptions, State};
+use shardwise::nn::init::Init;
+use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
 use shardwise::{DryWorld, prelude::*};
+use shardwise_kernels::convert;
 use shardwise_test_suites::counting::counted;
 use shardwise_test_suites::scratch::Scratch;
 
@@ -191,6 +194,66 @@ fn scaled_products_are_those_of_pytorch_without_communication() {
         // More ranks than rows: some have none.
         let few = DTensor::ones((3, 8), F8, &mesh, [Shard(0)])?.scaled_mm(&b, &one, &one, DType::F32)?;
         assert_eq!(list(&few)?, [8.0; 9]);
+        Ok(())
+    });
+}
+
+/// Sharded tensors of f8: created, drawn, sharded, resharded, compared, converted, stored and saved; arithmetic is refused.
+#[test]
+fn sharded_tensors_of_f8_are_moved_and_saved_but_not_computed_with() {
+    let scratch = Scratch::new("sharded-f8");
+    let path = scratch.0.join("state");
+    on(3, move |world| {
+        let mesh = world.mesh([("all", 3)])?;
+        let rows = || ChunkShardingSpec::over_ranks(0, [2, 0, 1]);
+        // Every f8 but the two NaNs, in rows that do not divide.
+        let bytes: Vec<u8> = (0..=255u8).filter(|byte| byte & 0x7f != 0x7f).collect();
+        let whole = Tensor::from_raw_buffer(&bytes, F8, &[127, 2], &Device::Cpu)?;
+        let x = shard_tensor(&whole, rows()?, &mesh, Some(1))?;
+        assert_eq!((x.dtype(), x.local_tensor()?.dims()), (F8, [[43, 2], [41, 2], [43, 2]][world.rank()].as_slice()));
+        let stored = |t: &Tensor| -> Result<Vec<f32>> { Ok(convert(t, DType::F32)?.flatten_all()?.to_vec1()?) };
+        let expected = stored(&whole)?;
+        assert_eq!(stored(&x.full_tensor()?)?, expected);
+        world.trace().clear();
+        let columns = x.reshard(ChunkShardingSpec::over_ranks(1, [0, 1])?)?;
+        assert!(
+            world.trace().records().iter().filter(|r| r.call == "all_to_all").all(|r| r.bytes <= 254),
+            "one byte each"
+        );
+        assert!(columns.equal(&x)? && columns.allclose(&x, 0.0, 0.0)? && columns.allclose(&x, 1e-3, 1e-3)?);
+        assert!(!x.equal(&x.zeros_like()?)?);
+        assert_eq!(stored(&columns.to_dtensor()?.full_tensor()?)?, expected);
+        assert_eq!(ShardedTensor::from_dtensor(&x.to_dtensor()?)?.dtype(), F8);
+        // To other types and back; f32 holds all of them.
+        for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
+            assert!(x.to_dtype(dtype)?.to_dtype(F8)?.equal(&x)?, "{dtype:?}");
+        }
+        // Draws and initializers are those of distributed tensors, rounded.
+        mesh.manual_seed(4);
+        let drawn = ShardedTensor::randn(rows()?, (7, 3), F8, &mesh)?;
+        mesh.manual_seed(4);
+        let normal = Distribution::Normal { mean: 0.0, std: 1.0 };
+        let of_dtensor = DTensor::random(normal, ((7, 3), F8), &mesh, [Replicate])?;
+        assert_eq!(stored(&drawn.full_tensor()?)?, stored(&of_dtensor.to_local())?);
+        let mut filled = ShardedTensor::empty(rows()?, (7, 3), F8, &mesh)?;
+        mesh.manual_seed(4);
+        filled.init(Init::Normal(0.0, 1.0))?;
+        assert!(filled.equal(&drawn)?);
+        filled.fill(1.5)?;
+        assert_eq!(stored(&filled.full_tensor()?)?, [1.5; 21]);
+        // Stored states and checkpoints.
+        let loaded = ShardedTensor::load_with_process_group(&mesh, &[x.state()?], Some(rows()?.into()))?;
+        assert!(loaded.equal(&x)?);
+        checkpoint::save(&world, &path, &State::map([("x", x.clone())]))?;
+        let like = ShardedTensor::zeros(ChunkShardingSpec::over_ranks(1, 0..2)?, (127, 2), F8, &mesh)?;
+        let State::Sharded(loaded) =
+            checkpoint::load(&world, &path, &State::map([("x", like)]))?.get("x").cloned().expect("saved")
+        else {
+            panic!("a sharded tensor")
+        };
+        assert!(loaded.equal(&x)? && loaded.dtype() == F8);
+        let message = x.add(&x).unwrap_err().to_string();
+        assert!(message.contains("f8e4m3") && message.contains("to_dtype(DType::F32)"), "{message}");
         Ok(())
     });
 }
