@@ -40,10 +40,12 @@ impl<'a> StoredWeights<'a> {
             let with = format!("{}{}", family.prefix, weight.name);
             let without = weight.name.strip_prefix(family.prefix);
             let spellings = [Some(weight.name.as_str()), without, Some(with.as_str())];
-            let Some(key) = spellings.into_iter().flatten().find(|name| catalog.tensors.contains_key(*name)) else {
+            let spellings = spellings.into_iter().flatten().flat_map(|name| [name.to_string(), older_name(name)]);
+            let Some(key) = spellings.into_iter().find(|name| catalog.tensors.contains_key(name)) else {
                 missing.push(weight.name.clone());
                 continue;
             };
+            let key = key.as_str();
             used.insert(key.to_string());
             let needed = weight.stored_shape(&shapes_at(weight, shapes));
             let found = &catalog.tensors[key].shape;
@@ -229,6 +231,11 @@ fn in_blocks(layout: &Layout, block: BlockType) -> Result<Layout> {
     let mut orders = layout.shard_orders();
     orders.push(Vec::new());
     Layout::from_shard_orders(mesh, &shape, &placements, &orders)
+}
+
+/// The name of a norm in files that come from TensorFlow, as the first BERT models do.
+fn older_name(name: &str) -> String {
+    name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
 }
 
 /// The shapes of the parameters of an entry of the table.
