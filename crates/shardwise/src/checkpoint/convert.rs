@@ -124,7 +124,8 @@ pub fn convert(
     let files = write_all(staging.path(), writer, plan, (&contents.values, &contents.paths), progress)?;
     for (name, text) in beside {
         let path = staging.path().join(name);
-        fs::write(&path, text).map_err(|error| unwritable(&path, &error))?;
+        let directory = path.parent().map_or(Ok(()), fs::create_dir_all);
+        directory.and_then(|()| fs::write(&path, text)).map_err(|error| unwritable(&path, &error))?;
     }
     let (tensors, bytes) = (contents.tensors.len(), contents.bytes() as u64);
     let done = Conversion { tensors, files: files.len(), bytes, left_out, unreadable };
