@@ -145,7 +145,8 @@ fn pooling_of_a_directory_is_that_of_sentence_transformers() {
         std::fs::write(&file, text).unwrap();
         load_pooling(&scratch.0)
     };
-    let mean = r#"{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": false}"#;
+    let mean =
+        r#"{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": false}"#;
     assert_eq!(read(mean).unwrap(), Some(Pooling::Mean));
     assert_eq!(read(r#"{"pooling_mode_cls_token": true}"#).unwrap(), Some(Pooling::Cls));
     assert_eq!(read(r#"{"pooling_mode": "cls"}"#).unwrap(), Some(Pooling::Cls));
