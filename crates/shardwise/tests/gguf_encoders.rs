@@ -1,5 +1,5 @@
 //! GGUF files of encoders, made by llama.cpp's converter: hidden states, tokens and pooling are those of the directories that they
-//! were converted from, also after the way back to a directory.
+//! were converted from, also after conversion back to a directory.
 //!
 //! `tests/data/gguf/encoders` was written by `tests/scripts/gguf_encoders.py`.
 

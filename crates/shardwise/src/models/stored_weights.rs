@@ -28,7 +28,7 @@ pub(super) struct StoredWeights<'a> {
 #[derive(Clone, Copy)]
 struct KeptBlocks {
     block: BlockType,
-    /// Rows that one rank holds together: in an expert, those that make up a block of the matrix that follows.
+    /// Rows that one rank holds together: in an expert, the inputs of one block of the down-projection.
     rows: usize,
 }
 

@@ -76,7 +76,7 @@ pub(super) fn config(
     }
     if family.is_encoder() {
         if meta.flag(".attention.causal")? == Some(true) {
-            return Err(unsupported("attention.causal true", "an encoder whose tokens see all others"));
+            return Err(unsupported("attention.causal true", "an encoder whose tokens see all tokens"));
         }
         let inner = inner.ok_or_else(|| bad("feed_forward_length", "none", "a count"))?;
         // Of a RoBERTa the table has lost the rows before the first position.

@@ -1,4 +1,4 @@
-//! The WordPiece tokenizer of BERT. llama.cpp writes "▁" in front of tokens that begin a word and takes the "##" from those
+//! The WordPiece tokenizer of BERT. llama.cpp writes "▁" in front of tokens that begin a word and takes the "##" from tokens
 //! that continue one.
 
 use serde_json::{Map, Value as Json, json};

@@ -59,7 +59,7 @@ impl Rope {
         matches!(self.scaling, RopeScaling::Dynamic { .. } | RopeScaling::Long { .. })
     }
 
-    /// The longest sequence that has the angles of short ones, if longer ones have others.
+    /// The longest sequence that has the angles of short ones, if longer sequences have different angles.
     pub(in crate::models) fn short_limit(&self) -> Option<usize> {
         match &self.scaling {
             RopeScaling::Long { original, .. } => Some(*original),
