@@ -6,13 +6,12 @@ use serde_json::{Map, Value as Json, json};
 
 use super::metadata::{Metadata, bad};
 use super::pre_tokenizer::{PreTokenizer, byte_level};
-use super::wordpiece::wordpiece;
+use super::wordpiece::{CONTROL, wordpiece};
 use crate::error::{ErrorKind, Result};
 
 /// Types of tokens in `tokenizer.ggml.token_type`.
 const NORMAL: f64 = 1.0;
 const UNKNOWN: f64 = 2.0;
-pub(super) const CONTROL: f64 = 3.0;
 const USER_DEFINED: f64 = 4.0;
 
 /// Longest piece that merges are looked for, in bytes. Vocabularies have none above 100; the search is quadratic.

@@ -4,9 +4,10 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::metadata::{Metadata, bad};
-use super::tokenizer::CONTROL;
 use crate::error::Result;
 
+/// The type of special tokens in `tokenizer.ggml.token_type`.
+pub(super) const CONTROL: f64 = 3.0;
 /// Longest word that is split; longer ones are unknown. The number of all public models.
 const MAX_WORD: usize = 100;
 
