@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Deserialize;
 use shardwise::error::ErrorKind;
-use shardwise::models::{self, Encoder, Pooling, batch_placements, load_tokenizer};
+use shardwise::models::{self, Encoder, Pooling, batch_placements, load_pooling, load_tokenizer};
 use shardwise::plan::{DataParallel, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
 use shardwise::text::{EncodedPair, Tokenizer};
@@ -35,14 +35,14 @@ Examples:
   shardwise embed model - --pooling cls --mesh tp=2 < sentences.txt
   shardwise embed model --dry --mesh tp=4")]
 pub(crate) struct EmbedOptions {
-    /// Directory of an encoder such as BERT
+    /// Directory of an encoder such as BERT, or its GGUF file
     model: PathBuf,
     /// Sentences: a text file with one per line, a .jsonl file with objects that have a `text`, or `-` for standard input
     #[arg(required_unless_present = "dry")]
     file: Option<PathBuf>,
-    /// How the tokens of a sentence become one vector
-    #[arg(long, default_value = "mean")]
-    pooling: PoolingChoice,
+    /// How the tokens of a sentence become one vector [default: what 1_Pooling/config.json or the GGUF file says, or mean]
+    #[arg(long)]
+    pooling: Option<PoolingChoice>,
     /// Divide every embedding by its length, so that products are cosines
     #[arg(long)]
     normalize: bool,
@@ -141,8 +141,9 @@ fn prepare(options: &EmbedOptions) -> Result<EmbedJob> {
         },
         most_tokens: config.max_positions(),
         pooling: match options.pooling {
-            PoolingChoice::Mean => Pooling::Mean,
-            PoolingChoice::Cls => Pooling::Cls,
+            Some(PoolingChoice::Mean) => Pooling::Mean,
+            Some(PoolingChoice::Cls) => Pooling::Cls,
+            None => load_pooling(&options.model)?.unwrap_or(Pooling::Mean),
         },
         normalize: options.normalize,
         format: options.format,

@@ -5,6 +5,7 @@ use std::ops::AddAssign;
 use candle_core::{DType, Tensor, WithDType};
 
 use crate::error::Result;
+use crate::quantized::{BlockType, quantized_matmul};
 use crate::{Assembly, TensorMeta, batched_matmul, filled, index_select};
 
 /// An activation function and its derivative.
@@ -17,6 +18,8 @@ pub struct ExpertActivation {
 }
 
 /// The operands of a mixture of experts on one rank.
+///
+/// For [`expert_mlp`] stacks may be quantized: u8 `[experts, rows, blocks, bytes of a block]`, of f32 rows.
 pub struct ExpertRows<'a> {
     /// Rows `[rows, features]`.
     pub x: &'a Tensor,
@@ -82,8 +85,8 @@ impl ExpertRows<'_> {
 
     fn inner(&self, expert: usize, own: &OwnRows) -> Result<Inner> {
         let x = select(self.x, &own.rows)?;
-        let gate = batched_matmul(&x, &self.gate.get(expert)?.t()?, 0, 1)?;
-        let up = batched_matmul(&x, &self.up.get(expert)?.t()?, 0, 1)?;
+        let gate = times_transposed(&x, &self.gate.get(expert)?)?;
+        let up = times_transposed(&x, &self.up.get(expert)?)?;
         let value = self.activation.value;
         let product = combined(&[&gate, &up], |v| value(v[0]) * v[1])?;
         Ok(Inner { x, gate, up, product })
@@ -100,7 +103,7 @@ impl ExpertRows<'_> {
 /// Computes each expert on its own rows alone.
 ///
 /// # Errors
-/// If memory does not suffice.
+/// If memory does not suffice, or quantized stacks do not fit the rows.
 pub fn expert_mlp(operands: &ExpertRows<'_>, dtype: DType) -> Result<Tensor> {
     let zeros = TensorMeta { shape: operands.x.dims().to_vec(), dtype };
     if operands.is_empty() {
@@ -109,7 +112,7 @@ pub fn expert_mlp(operands: &ExpertRows<'_>, dtype: DType) -> Result<Tensor> {
     let mut sum = RowSum::new(operands.x, dtype)?;
     for (expert, own) in operands.own_rows()?.iter().enumerate().filter(|(_, own)| !own.rows.is_empty()) {
         let inner = operands.inner(expert, own)?;
-        let found = batched_matmul(&inner.product, &operands.down.get(expert)?.t()?, 0, 1)?;
+        let found = times_transposed(&inner.product, &operands.down.get(expert)?)?;
         sum.add(&scaled(&found, &operands.column(own)?)?, &own.rows)?;
     }
     sum.finish()
@@ -168,6 +171,15 @@ pub fn expert_mlp_backward(operands: &ExpertRows<'_>, g: &Tensor) -> Result<Expe
     let [gate, up, down] = matrices.map(|all| unsafe { all.finish() });
     let weights = of_weights.finish()?.reshape(operands.weights.shape())?;
     Ok(ExpertGradients { x: of_x.finish()?, weights, gate, up, down })
+}
+
+/// Rows times the transpose of a matrix, which may be quantized.
+fn times_transposed(rows: &Tensor, matrix: &Tensor) -> Result<Tensor> {
+    let block = matrix.dims().last().and_then(|&bytes| BlockType::of_size(bytes));
+    match block.filter(|_| matrix.dtype() == DType::U8) {
+        Some(block) => quantized_matmul(&rows.reshape((rows.dims()[0], (), block.elements()))?, matrix),
+        None => batched_matmul(rows, &matrix.t()?, 0, 1),
+    }
 }
 
 /// Rows of a tensor, in this order.

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::LoadReport;
-use shardwise::models::{KvCache, LoadOptions, PretrainedModel, dry_load_model, export_hf, load_with};
+use shardwise::models::{KvCache, LanguageModel, LoadOptions, PretrainedModel, dry_load_model, export_hf, load_with};
 use shardwise::nn::Module;
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;
@@ -44,6 +44,26 @@ fn tensors() -> Vec<Described> {
     }
     tensors
 }
+
+const EXPERTS: usize = 4;
+
+/// The tensors of a mixture of experts of two layers.
+fn expert_tensors() -> Vec<Described> {
+    let mut tensors = tensors();
+    tensors.retain(|(name, ..)| !["ffn_gate", "ffn_up", "ffn_down"].iter().any(|mlp| name.contains(mlp)));
+    for layer in 0..2 {
+        let mut add = |name: &str, shape: &[usize], block| {
+            tensors.push((format!("blk.{layer}.{name}.weight"), shape.to_vec(), block));
+        };
+        add("ffn_gate_inp", &[EXPERTS, WIDTH], None);
+        add("ffn_gate_exps", &[EXPERTS, HIDDEN, WIDTH], Some(BlockType::Q8_0));
+        add("ffn_up_exps", &[EXPERTS, HIDDEN, WIDTH], Some(BlockType::Q4_1));
+        add("ffn_down_exps", &[EXPERTS, WIDTH, HIDDEN], Some(BlockType::Q5_1));
+    }
+    tensors
+}
+
+const EXPERT_COUNTS: [(&str, u32); 2] = [("llama.expert_count", EXPERTS as u32), ("llama.expert_used_count", 2)];
 
 /// Writes a model with random blocks.
 fn write_model(path: &Path) {
@@ -163,6 +183,85 @@ fn quantized_models_give_the_logits_of_expanded_ones() {
     }
     // Expanded weights are read as blocks too.
     assert!(expected.report.bytes < expected.held as u64 / 3, "{} bytes", expected.report.bytes);
+}
+
+/// On five ranks there are fewer blocks than ranks: some ranks have no part of the experts.
+#[test]
+fn quantized_experts_give_the_tokens_of_expanded_ones() {
+    let scratch = Scratch::new("quantized-experts");
+    let path: PathBuf = scratch.0.join("model.gguf");
+    write_file(&path, &expert_tensors(), &EXPERT_COUNTS, &mut StdRng::seed_from_u64(5));
+    let expected = run(&path, 1, false);
+    let tokens = |logits: &Tensor| logits.argmax(1).unwrap().to_vec1::<u32>().unwrap();
+    for ranks in [1, 2, 3, 5] {
+        let found = run(&path, ranks, true);
+        for (a, b) in [(&found.prompt, &expected.prompt), (&found.next, &expected.next)] {
+            let (error, size) = difference(a, b);
+            assert!(error <= 1e-4 * size, "{ranks} ranks: {error} of {size}");
+        }
+        assert_eq!(tokens(&found.next), tokens(&expected.next), "{ranks} ranks");
+        assert!(found.held * 3 < expected.held, "{} and {} bytes", found.held, expected.held);
+        // What a rank reads is what it holds, and what a dry run says.
+        assert_eq!(found.report.bytes as usize, found.held, "{ranks} ranks");
+        let options = LoadOptions { keep_quantized: true, ..LoadOptions::default() };
+        let mesh = Mesh::new([("tp", ranks)]).unwrap();
+        let loads = dry_load_model(&path, &mesh, TensorParallel::new("tp"), &options).unwrap();
+        assert_eq!((loads[0].tensor_bytes, loads[0].read_bytes), (found.held, found.held));
+    }
+}
+
+/// Experts with one stack that is not quantized are expanded altogether, and the rest of the model is not.
+#[test]
+fn experts_stay_quantized_together() {
+    let scratch = Scratch::new("quantized-experts-mixed");
+    let path: PathBuf = scratch.0.join("model.gguf");
+    let mut tensors = expert_tensors();
+    let up = tensors.iter_mut().find(|(name, ..)| name == "blk.1.ffn_up_exps.weight").unwrap();
+    up.2 = None;
+    write_file(&path, &tensors, &EXPERT_COUNTS, &mut StdRng::seed_from_u64(6));
+    launch(2, move |world| {
+        let mesh = world.mesh([("tp", 2)])?;
+        let options = LoadOptions { keep_quantized: true, ..LoadOptions::default() };
+        let (model, _) = load_with(&path, &mesh, TensorParallel::new("tp"), &options)?;
+        let dtype =
+            |path: &str| model.named_parameters().into_iter().find(|(other, _)| other == path).unwrap().1.dtype();
+        for stack in ["gate", "up", "down"] {
+            assert_eq!(dtype(&format!("blocks.0.experts.experts.{stack}")), DType::U8);
+            assert_eq!(dtype(&format!("blocks.1.experts.experts.{stack}")), DType::F32);
+        }
+        assert_eq!(dtype("blocks.1.attention.query.weight"), DType::U8);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Parameters that are not quantized, such as norms and adapters, have the gradients that they have with expanded experts.
+#[test]
+fn gradients_pass_through_quantized_experts() {
+    let scratch = Scratch::new("quantized-experts-gradients");
+    let path: PathBuf = scratch.0.join("model.gguf");
+    write_file(&path, &expert_tensors(), &EXPERT_COUNTS, &mut StdRng::seed_from_u64(7));
+    let gradient = |ranks: usize, keep_quantized: bool| -> Tensor {
+        let path = path.clone();
+        launch(ranks, move |world| {
+            let mesh = world.mesh([("tp", ranks)])?;
+            let options = LoadOptions { keep_quantized, ..LoadOptions::default() };
+            let (model, _) = load_with(&path, &mesh, TensorParallel::new("tp"), &options)?;
+            // So many rows that products expand the blocks: few rows are rounded, which gradients near zero show.
+            let id = |i: &[usize]| ((i[0] * 11 + i[1] * 5 + i[1] * i[1]) % 40) as f64;
+            let ids = DTensor::from_fn(((4, 60), DType::I64), &mesh, [Replicate], id)?;
+            let grads = model.loss(&ids, &ids)?.backward()?;
+            let params = model.named_parameters();
+            let (_, norm) = params.iter().find(|(path, _)| path == "blocks.0.before_mlp.weight").unwrap();
+            grads.get(&norm.get())?.full_tensor()
+        })
+        .unwrap()
+    };
+    let expected = gradient(1, false);
+    for ranks in [1, 2] {
+        let (error, size) = difference(&gradient(ranks, true), &expected);
+        assert!(error <= 1e-4 * size && size > 1e-3, "{ranks} ranks: {error} of {size}");
+    }
 }
 
 #[test]

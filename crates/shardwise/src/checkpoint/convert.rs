@@ -104,7 +104,32 @@ pub fn convert(
     options: &ConvertOptions,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Conversion> {
-    let (opened, to, writer) = (open(from)?, to.as_ref(), options.format.to_write()?);
+    convert_beside(
+        from.as_ref(),
+        to.as_ref(),
+        options,
+        &FilesBeside { written: Vec::new(), replaced: &|_| false },
+        progress,
+    )
+}
+
+/// Files that are written together with a checkpoint, and replaced with it.
+pub(crate) struct FilesBeside<'a> {
+    /// Names and contents.
+    pub(crate) written: Vec<(&'static str, String)>,
+    /// Names of files at the target that may be replaced.
+    pub(crate) replaced: &'a dyn Fn(&str) -> bool,
+}
+
+/// Converts as [`convert`] does, with other files that appear and disappear together with the checkpoint.
+pub(crate) fn convert_beside(
+    from: &Path,
+    to: &Path,
+    options: &ConvertOptions,
+    others: &FilesBeside<'_>,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Conversion> {
+    let (opened, writer) = (open(from)?, options.format.to_write()?);
     let (source, beside) = as_source(opened, options)?;
     check_no_scheme(to)?;
     if to.exists() && fs::canonicalize(&source.directory)?.starts_with(fs::canonicalize(to)?) {
@@ -120,11 +145,12 @@ pub fn convert(
     let unreadable = source.unreadable.keys().filter(|key| (options.select)(key)).cloned().collect();
     let (mut contents, left_out) = contents_to_write(&source, options, writer)?;
     let plan = plan_files(&source, &contents, options, writer)?;
-    let staging = Staging::new(to, 0)?;
+    let staging = Staging::replacing(to, 0, others.replaced)?;
     let files = write_all(staging.path(), writer, plan, (&contents.values, &contents.paths), progress)?;
-    for (name, text) in beside {
+    for (name, text) in beside.iter().chain(&others.written) {
         let path = staging.path().join(name);
-        fs::write(&path, text).map_err(|error| unwritable(&path, &error))?;
+        let directory = path.parent().map_or(Ok(()), fs::create_dir_all);
+        directory.and_then(|()| fs::write(&path, text)).map_err(|error| unwritable(&path, &error))?;
     }
     let (tensors, bytes) = (contents.tensors.len(), contents.bytes() as u64);
     let done = Conversion { tensors, files: files.len(), bytes, left_out, unreadable };

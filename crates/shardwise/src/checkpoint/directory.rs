@@ -36,8 +36,13 @@ impl Staging {
     /// Creates the staging directory, after removing the ones that crashed saves have left. Fails if this process is already
     /// saving to the target, or if the target has files that are not a checkpoint's: they would be lost.
     pub(super) fn new(target: &Path, id: u64) -> Result<Self> {
+        Self::replacing(target, id, &|_| false)
+    }
+
+    /// As [`new`](Self::new), for a target that may also have files of these names, which are replaced too.
+    pub(super) fn replacing(target: &Path, id: u64, others: &dyn Fn(&str) -> bool) -> Result<Self> {
         check_no_scheme(target)?;
-        check_replaceable(target)?;
+        check_replaceable(target, others)?;
         let parent = parent_of(target);
         fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
         if !ACTIVE.lock().insert(target.to_path_buf()) {
@@ -97,8 +102,8 @@ pub(super) fn check_overwrite(target: &Path, overwrite: bool) -> Result<()> {
     Err(ErrorKind::path(target).error("path", found, "a path without a checkpoint", fix))
 }
 
-/// Refuses a target whose replacement would lose anything but a checkpoint.
-fn check_replaceable(target: &Path) -> Result<()> {
+/// Refuses a target whose replacement would lose anything but a checkpoint and the `others`.
+fn check_replaceable(target: &Path, others: &dyn Fn(&str) -> bool) -> Result<()> {
     if !target.exists() {
         return Ok(());
     }
@@ -112,7 +117,7 @@ fn check_replaceable(target: &Path) -> Result<()> {
     for entry in fs::read_dir(target)? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        if !Format::any_owns(&name) || !entry.file_type()?.is_file() {
+        if !(Format::any_owns(&name) || others(&name)) || !entry.file_type()?.is_file() {
             return refuse(format!("{name:?} in {}, which would be lost", target.display()));
         }
     }
@@ -163,7 +168,7 @@ pub(super) fn previous_path(target: &Path) -> PathBuf {
 }
 
 /// The error for a path that cannot be written.
-pub(super) fn unwritable(path: &Path, error: &io::Error) -> Error {
+pub(crate) fn unwritable(path: &Path, error: &io::Error) -> Error {
     let fix = match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
             "free some space, raise the limit, or save to another disk"

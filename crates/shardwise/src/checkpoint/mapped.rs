@@ -78,17 +78,23 @@ pub(crate) fn read_mapped_blocks(
     for mapped in boxes {
         let tensor = catalog.tensor(&mapped.key)?;
         for (stored, offsets, sizes) in mapped.pieces(tensor.element.size_in_bytes()) {
-            let shape = [sizes[0], sizes[1] / block.elements(), block.bytes()];
+            let shape = in_blocks(&sizes, block, block.bytes());
             let mut bytes = shardwise_kernels::reserve(shape.iter().product())?;
             bytes.resize(shape.iter().product(), 0u8);
             catalog.files.read_blocks(&mapped.key, tensor, block, &stored, &mut bytes)?;
-            let piece = Tensor::from_vec(bytes, &shape, &Device::Cpu)?;
+            let piece = Tensor::from_vec(bytes, shape, &Device::Cpu)?;
             // SAFETY: one thread; pieces are disjoint, of the tensor's type, and inside it.
-            unsafe { whole.paste(&piece, &[offsets[0], offsets[1] / block.elements(), 0]) };
+            unsafe { whole.paste(&piece, &in_blocks(&offsets, block, 0)) };
         }
     }
     // SAFETY: the caller's boxes make up the tensor.
     Ok(unsafe { whole.finish() })
+}
+
+/// Sizes or offsets in elements as ones in blocks, with `bytes` in their dimension.
+fn in_blocks(elements: &[usize], block: BlockType, bytes: usize) -> Vec<usize> {
+    let (columns, leading) = elements.split_last().expect("matrices");
+    [leading, &[columns / block.elements(), bytes]].concat()
 }
 
 fn piece(catalog: &Catalog, mapped: &MappedBox, stored: &TensorBox, sizes: &[usize], dtype: DType) -> Result<Tensor> {

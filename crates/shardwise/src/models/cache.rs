@@ -34,6 +34,8 @@ pub struct KvCache {
     layers: Vec<LayerCache>,
     length: usize,
     padding: Option<Vec<usize>>,
+    /// The tokens of all positions, while keys may have to be computed again; see [`tokens_to_recompute`](Self::tokens_to_recompute).
+    tokens: Option<DTensor>,
 }
 
 /// Keys and values of one layer.
@@ -116,6 +118,30 @@ impl KvCache {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Keeps the tokens of sequences of at most `limit` positions, whose keys have other angles than those of longer ones.
+    /// When `ids` exceed the limit, forgets the keys and returns all tokens: their keys have to be computed again.
+    pub(super) fn tokens_to_recompute(&mut self, ids: &DTensor, limit: usize) -> Result<Option<DTensor>> {
+        let [rows, new] = *ids.shape() else { return Ok(None) };
+        self.check_rows(rows)?;
+        let shortest = self.padding.as_ref().and_then(|padding| padding.iter().min().copied()).unwrap_or(0);
+        let limit = limit + shortest;
+        if self.length > limit {
+            return Ok(None);
+        }
+        let all = match self.tokens.take() {
+            Some(seen) => DTensor::cat(&[&seen, ids], 1)?,
+            None => ids.clone(),
+        };
+        if self.length + new <= limit {
+            self.tokens = Some(all);
+            return Ok(None);
+        }
+        let is_first = self.is_empty();
+        self.layers.clear();
+        self.length = 0;
+        Ok((!is_first).then_some(all))
     }
 
     /// Counts new positions, once per forward pass and before any layer.

@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::model::{Model, ModelSpec};
 use super::names::WeightName;
 use super::weights::parameter;
-use crate::checkpoint::{ConvertOptions, Format, State, convert, save};
+use crate::checkpoint::{ConvertOptions, FilesBeside, Format, State, convert_beside, save, unwritable};
 use crate::comm::{World, all_ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::param::Param;
@@ -25,7 +25,8 @@ use crate::text::TextFiles;
 /// `GPT2LMHeadModel` for models of this crate; `config.json` has the [`hf_config`](ModelSpec::hf_config) of the sizes.
 ///
 /// Collective: all ranks of the world must call it. No rank ever holds the full model: ranks write their shards, and the
-/// first rank merges the files with bounded memory. An earlier export there is replaced.
+/// first rank merges the files with bounded memory. An earlier export there is replaced when the new one is complete, and
+/// stays as it is if this fails.
 ///
 /// Rotary positions of Llama are stored as they are, since both sides pair feature `i` of the first half of a head with
 /// feature `i` of the second half. Matrices inside the blocks of GPT-2 are transposed, because its files have inputs first.
@@ -72,18 +73,15 @@ pub fn export_hf(
     let parts = path.with_file_name(format!(".{name}.parts"));
     save(world, &parts, &State::from(weights))?;
     let joined = || -> Result<()> {
-        // These belong to the earlier export, which is replaced.
-        for name in beside_weights() {
-            if path.join(name).exists() {
-                fs::remove_file(path.join(name))?;
-            }
-        }
-        let converted = convert(&parts, path, &ConvertOptions::to(Format::HuggingFace), &|_| {});
-        fs::remove_dir_all(&parts)?;
-        converted?;
-        let Some(config) = Some(config.hf_config(dtype)).filter(|config| *config != Value::Null) else { return Ok(()) };
-        let text = serde_json::to_string_pretty(&config).map_err(Error::other)?;
-        Ok(fs::write(path.join("config.json"), text + "\n")?)
+        let config = Some(config.hf_config(dtype)).filter(|config| *config != Value::Null);
+        let text = config.map(|config| serde_json::to_string_pretty(&config)).transpose().map_err(Error::other)?;
+        // The files of an earlier export are there until all of the new one is: a full disk loses nothing.
+        let replaced = |name: &str| beside_weights().any(|own| own == name);
+        let written = text.map(|text| ("config.json", text + "\n")).into_iter().collect();
+        let beside = FilesBeside { written, replaced: &replaced };
+        let converted = convert_beside(&parts, path, &ConvertOptions::to(Format::HuggingFace), &beside, &|_| {});
+        fs::remove_dir_all(&parts).map_err(|error| unwritable(&parts, &error))?;
+        converted.map(drop)
     };
     all_ok(world, if world.rank() == 0 { joined() } else { Ok(()) }, site)
 }

@@ -3,14 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::panic::Location;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
 
 use super::model::Model;
 use super::names::WeightName;
-use crate::checkpoint::{MappedBox, open, read_mapped};
+use crate::checkpoint::{MappedBox, open, read_mapped, unwritable};
 use crate::comm::{World, all_ok};
 use crate::error::{Error, ErrorKind, Result, nearest};
 use crate::layout::{TensorBox, TensorMeta};
@@ -118,21 +118,42 @@ pub fn save_adapter(world: &World, path: impl AsRef<Path>, model: &dyn Model, lo
     }
     let config = adapter_config(&stored, lora, base, transposed, &left);
     let write = || -> Result<()> {
-        fs::create_dir_all(path)?;
+        fs::create_dir_all(path).map_err(|error| unwritable(path, &error))?;
         let pair = |s: &StoredAdapter| {
             let name = |matrix: &str| format!("{PREFIX}{}.{matrix}.weight", s.module);
             [(name("lora_A"), s.a.clone()), (name("lora_B"), s.b.clone())]
         };
         let tensors: std::collections::HashMap<String, Tensor> = stored.iter().flat_map(pair).collect();
-        // Renamed when complete, so that an interrupted save leaves the earlier file.
-        let (unfinished, text) = (path.join(".adapter_model.unfinished"), serde_json::to_string_pretty(&config));
-        candle_core::safetensors::save(&tensors, &unfinished)?;
-        fs::write(path.join(CONFIG), text.map_err(Error::other)? + "\n")?;
-        // The library creates files that only their owner can read; models are shared.
-        fs::set_permissions(&unfinished, fs::metadata(path.join(CONFIG))?.permissions())?;
-        Ok(fs::rename(&unfinished, path.join(WEIGHTS))?)
+        let text = serde_json::to_string_pretty(&config).map_err(Error::other)?;
+        // Renamed when both are complete, so that an interrupted save, or one to a full disk, leaves the earlier files.
+        let unfinished = [CONFIG, WEIGHTS].map(|name| path.join(format!(".{name}.unfinished")));
+        let written = write_adapter(&unfinished, text, &tensors);
+        if written.is_err() {
+            unfinished.iter().for_each(|file| drop(fs::remove_file(file)));
+        }
+        written?;
+        for (from, name) in unfinished.iter().zip([CONFIG, WEIGHTS]) {
+            fs::rename(from, path.join(name)).map_err(|error| unwritable(&path.join(name), &error))?;
+        }
+        Ok(())
     };
     all_ok(world, if world.rank() == 0 { write() } else { Ok(()) }, site)
+}
+
+/// Writes the settings and the tensors of adapters to these two files.
+fn write_adapter(
+    [config, weights]: &[PathBuf; 2],
+    text: String,
+    tensors: &std::collections::HashMap<String, Tensor>,
+) -> Result<()> {
+    fs::write(config, text + "\n").map_err(|error| unwritable(config, &error))?;
+    candle_core::safetensors::save(tensors, weights).map_err(|error| {
+        let (found, fix) = (format!("{error}: {}", weights.display()), "free some space, or save to another disk");
+        ErrorKind::path(weights).error::<Error>("adapter file", found, "a writable path", fix)
+    })?;
+    // The library creates files that only their owner can read; models are shared.
+    let permissions = fs::metadata(config).map_err(|error| unwritable(config, &error))?.permissions();
+    fs::set_permissions(weights, permissions).map_err(|error| unwritable(weights, &error))
 }
 
 /// `A` and `B` of a tensor in files, from the adapters of the layers that it holds.

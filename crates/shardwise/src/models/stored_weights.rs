@@ -20,8 +20,16 @@ pub(super) struct StoredWeights<'a> {
     /// Per path of a parameter the tensors with parts of it: name in the file, entry of the table, position of the path in it.
     parts: BTreeMap<&'a str, Vec<(String, &'a WeightName, usize)>>,
     shapes: &'a BTreeMap<String, Vec<usize>>,
-    /// Parameters that stay quantized, and their blocks.
-    quantized: BTreeMap<String, BlockType>,
+    /// Parameters that stay quantized.
+    quantized: BTreeMap<String, KeptBlocks>,
+}
+
+/// How a parameter stays quantized.
+#[derive(Clone, Copy)]
+struct KeptBlocks {
+    block: BlockType,
+    /// Rows that one rank holds together: in an expert, the inputs of one block of the down-projection.
+    rows: usize,
 }
 
 impl<'a> StoredWeights<'a> {
@@ -40,10 +48,12 @@ impl<'a> StoredWeights<'a> {
             let with = format!("{}{}", family.prefix, weight.name);
             let without = weight.name.strip_prefix(family.prefix);
             let spellings = [Some(weight.name.as_str()), without, Some(with.as_str())];
-            let Some(key) = spellings.into_iter().flatten().find(|name| catalog.tensors.contains_key(*name)) else {
+            let spellings = spellings.into_iter().flatten().flat_map(|name| [name.to_string(), older_name(name)]);
+            let Some(key) = spellings.into_iter().find(|name| catalog.tensors.contains_key(name)) else {
                 missing.push(weight.name.clone());
                 continue;
             };
+            let key = key.as_str();
             used.insert(key.to_string());
             let needed = weight.stored_shape(&shapes_at(weight, shapes));
             let found = &catalog.tensors[key].shape;
@@ -115,26 +125,35 @@ impl<'a> StoredWeights<'a> {
         boxes
     }
 
-    /// Keeps the weights of linear layers and embeddings quantized that are.
+    /// Keeps the weights of linear layers, embeddings and experts quantized that are; those of experts if all three stacks are.
     pub(super) fn keep_quantized(mut self, module: &dyn Module) -> Self {
         let mut found = BTreeMap::new();
-        module.walk("", &mut |path, item| {
-            if let ModuleItem::Module("Linear" | "Embedding") = item {
+        module.walk("", &mut |path, item| match item {
+            ModuleItem::Module("Linear" | "Embedding") => {
                 let weight = format!("{path}.weight");
-                found.extend(self.quantization(&weight).map(|block| (weight, block)));
+                found.extend(self.quantization(&weight).map(|block| (weight, KeptBlocks { block, rows: 1 })));
             }
+            ModuleItem::Module("Experts") => {
+                let stacks = ["gate", "up", "down"].map(|name| format!("{path}.{name}"));
+                let blocks: Option<Vec<BlockType>> = stacks.iter().map(|path| self.quantization(path)).collect();
+                if let Some([gate, up, down]) = blocks.as_deref() {
+                    let rows = [down.elements(), down.elements(), 1];
+                    let kept = [gate, up, down].into_iter().zip(rows);
+                    found.extend(stacks.into_iter().zip(kept.map(|(&block, rows)| KeptBlocks { block, rows })));
+                }
+            }
+            _ => {}
         });
         self.quantized = found;
         self
     }
 
-    /// The blocks of a matrix, all of whose parts have blocks of one type.
+    /// The blocks of a matrix or a stack of matrices, all of whose parts have blocks of one type.
     fn quantization(&self, path: &str) -> Option<BlockType> {
-        let (parts, shape) = (self.parts.get(path)?, &self.shapes[path]);
+        let (parts, columns) = (self.parts.get(path)?, self.shapes[path].last()?);
         let of_part = |(key, weight, _): &(String, &WeightName, usize)| {
             let block = self.catalog.tensors[key].quantization()?;
-            let is_plain = !weight.transposed && weight.slice.is_none() && shape[1].is_multiple_of(block.elements());
-            is_plain.then_some(block)
+            (!weight.transposed && columns.is_multiple_of(block.elements())).then_some(block)
         };
         let first = of_part(parts.first()?)?;
         parts.iter().all(|part| of_part(part) == Some(first)).then_some(first)
@@ -143,16 +162,22 @@ impl<'a> StoredWeights<'a> {
     /// The layout of a parameter in memory, where the plan says `layout`: that of its blocks if it stays quantized.
     pub(super) fn held_layout(&self, path: &str, layout: &Layout) -> Result<Layout> {
         let layout = layout.reduced();
-        self.quantized.get(path).map_or(Ok(layout.clone()), |&block| in_blocks(&layout, block))
+        match self.quantized.get(path) {
+            Some(kept) => in_blocks(&in_whole_rows(&layout, kept.rows)?, kept.block),
+            None => Ok(layout),
+        }
     }
 
     /// The boxes of files that a rank needs for a parameter with this layout in memory.
     fn boxes_of(&self, path: &str, held: &Layout, rank: usize) -> Vec<MappedBox> {
-        let block = self.quantized.get(path).map(|block| block.elements());
+        let block = self.quantized.get(path).map(|kept| kept.block.elements());
         let in_elements = |owned: OwnedBox| match block {
             None => owned,
             Some(block) => {
-                let matrix = |sizes: &[usize]| vec![sizes[0], sizes[1] * block];
+                let matrix = |sizes: &[usize]| {
+                    let [leading @ .., blocks, _] = sizes else { unreachable!("blocks have bytes") };
+                    [leading, &[blocks * block]].concat()
+                };
                 let global = TensorBox { offsets: matrix(&owned.global.offsets), sizes: matrix(&owned.global.sizes) };
                 OwnedBox { global, local_offsets: matrix(&owned.local_offsets), ..owned }
             }
@@ -164,7 +189,7 @@ impl<'a> StoredWeights<'a> {
     /// how many bytes of files that took.
     pub(super) fn read(&self, path: &str, held: &Layout, rank: usize, dtype: DType) -> Result<(Tensor, u64)> {
         let boxes = self.boxes_of(path, held, rank);
-        let block = self.quantized.get(path).copied();
+        let block = self.quantized.get(path).map(|kept| kept.block);
         let meta = TensorMeta { shape: held.local_shape(rank), dtype: block.map_or(dtype, |_| DType::U8) };
         let local = match block {
             Some(block) => read_mapped_blocks(self.catalog, block, meta, &boxes)?,
@@ -202,33 +227,62 @@ impl<'a> StoredWeights<'a> {
     }
 }
 
-/// The layout of the blocks of a matrix: `[rows, blocks, bytes of a block]`. Columns that are sharded between blocks stay
+/// The layout of the blocks of matrices: `[.., rows, blocks, bytes of a block]`. Columns that are sharded between blocks stay
 /// where they are; otherwise blocks are divided evenly.
 fn in_blocks(layout: &Layout, block: BlockType) -> Result<Layout> {
-    let [rows, columns] = *layout.shape() else { unreachable!("quantized weights are matrices") };
-    let mesh = layout.mesh();
+    let (columns, leading) = layout.shape().split_last().expect("quantized weights are matrices");
+    let dim = leading.len();
     let placements = layout.placements().iter().enumerate().map(|(axis, placement)| {
-        if placement.shard_dim() != Some(1) {
+        if placement.shard_dim() != Some(dim) {
             return placement.clone();
         }
-        // The columns of each coordinate of the axis, if no other axis shards them.
-        let sizes = (0..mesh.shape()[axis]).map(|i| {
-            let mut coordinates = vec![0; mesh.ndim()];
-            coordinates[axis] = i;
-            mesh.rank_at(&coordinates).map(|rank| layout.local_shape(rank)[1])
-        });
-        let sizes = sizes.map(|size| size.filter(|size| size.is_multiple_of(block.elements())));
-        let is_alone = layout.shard_order(1).len() == 1 && placement.is_contiguous();
-        match sizes.collect::<Option<Vec<usize>>>().filter(|_| is_alone) {
-            Some(sizes) => Placement::ragged(1, sizes.iter().map(|size| size / block.elements()).collect::<Vec<_>>()),
-            None => Placement::Shard(1),
+        match parts_of(layout, axis, dim, block.elements()) {
+            Some(sizes) => Placement::ragged(dim as isize, sizes),
+            None => Placement::Shard(dim as isize),
         }
     });
     let placements = placements.collect::<Vec<_>>();
-    let shape = [rows, columns / block.elements(), block.bytes()];
+    let shape = [leading, &[columns / block.elements(), block.bytes()]].concat();
     let mut orders = layout.shard_orders();
     orders.push(Vec::new());
-    Layout::from_shard_orders(mesh, &shape, &placements, &orders)
+    Layout::from_shard_orders(layout.mesh(), &shape, &placements, &orders)
+}
+
+/// The layout of matrices of which rows are sharded in groups of `group` alone.
+fn in_whole_rows(layout: &Layout, group: usize) -> Result<Layout> {
+    let Some(dim) = layout.shape().len().checked_sub(2).filter(|_| group > 1) else { return Ok(layout.clone()) };
+    let placements = layout.placements().iter().enumerate().map(|(axis, placement)| {
+        let sizes = placement.shard_dim().filter(|at| *at == dim).and_then(|_| parts_of(layout, axis, dim, group));
+        let in_rows = |sizes: Vec<usize>| sizes.iter().map(|size| size * group).collect::<Vec<_>>();
+        sizes.map_or(placement.clone(), |sizes| Placement::ragged(dim as isize, in_rows(sizes)))
+    });
+    let placements = placements.collect::<Vec<_>>();
+    Layout::from_shard_orders(layout.mesh(), layout.shape(), &placements, &layout.shard_orders())
+}
+
+/// The parts of a dimension that the coordinates of an axis hold, in groups of `group` elements: those of the layout if they are
+/// whole groups, otherwise groups divided evenly. `None` if several axes shard the dimension, or not in order.
+fn parts_of(layout: &Layout, axis: usize, dim: usize, group: usize) -> Option<Vec<usize>> {
+    if layout.shard_order(dim).len() != 1 || !layout.placements()[axis].is_contiguous() {
+        return None;
+    }
+    let mesh = layout.mesh();
+    let count = mesh.shape()[axis];
+    let sizes = (0..count).map(|i| {
+        let mut coordinates = vec![0; mesh.ndim()];
+        coordinates[axis] = i;
+        mesh.rank_at(&coordinates).map(|rank| layout.local_shape(rank)[dim])
+    });
+    let whole = sizes.map(|size| size.filter(|size| size.is_multiple_of(group)).map(|size| size / group));
+    let groups = layout.shape()[dim] / group;
+    let step = groups.div_ceil(count);
+    let evenly = || (0..count).map(|i| groups.saturating_sub(i * step).min(step)).collect();
+    Some(whole.collect::<Option<Vec<usize>>>().unwrap_or_else(evenly))
+}
+
+/// The name of a norm in files that come from TensorFlow, as the first BERT models do.
+fn older_name(name: &str) -> String {
+    name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
 }
 
 /// The shapes of the parameters of an entry of the table.

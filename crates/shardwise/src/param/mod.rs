@@ -175,7 +175,9 @@ impl Param {
         let mut cell = self.0.lock();
         let size = blocks.shape().last().and_then(|&bytes| BlockType::of_size(bytes));
         let fits = match (cell.value.shape(), blocks.shape(), size) {
-            (&[rows, columns], &[out, count, _], Some(block)) => rows == out && columns == count * block.elements(),
+            ([rows @ .., columns], [leading @ .., count, _], Some(block)) if rows.len() == leading.len() => {
+                !rows.is_empty() && rows == leading && *columns == count * block.elements()
+            }
             (old, new, Some(_)) => old == new,
             _ => false,
         };
@@ -183,7 +185,7 @@ impl Param {
             return Err(ErrorKind::shape(blocks.shape()).error(
                 "parameter value",
                 format!("{} {:?}", blocks.dtype().as_str(), blocks.shape()),
-                format!("u8 blocks of a matrix {:?}: [out, blocks, bytes of a block]", cell.value.shape()),
+                format!("u8 blocks of matrices {:?}: [.., out, blocks, bytes of a block]", cell.value.shape()),
                 "load the parameter as f32",
             ));
         }

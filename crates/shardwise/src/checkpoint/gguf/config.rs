@@ -74,6 +74,32 @@ pub(super) fn config(
         config.extend(gpt2.as_object().cloned().unwrap_or_default());
         return Ok(Json::Object(config));
     }
+    if family.is_encoder() {
+        if meta.flag(".attention.causal")? == Some(true) {
+            return Err(unsupported("attention.causal true", "an encoder whose tokens see all tokens"));
+        }
+        let inner = inner.ok_or_else(|| bad("feed_forward_length", "none", "a count"))?;
+        // Of a RoBERTa the table has lost the rows before the first position.
+        let positions = size("position_embd.weight", 0).unwrap_or(context);
+        let encoder = match family {
+            // Its class has the epsilon of BERT and no field for it.
+            GgufFamily::DistilBert if epsilon != 1e-12 => {
+                let found = format!("attention.layer_norm_epsilon {epsilon} without token types");
+                return Err(unsupported(&found, "1e-12, the epsilon of DistilBERT"));
+            }
+            GgufFamily::DistilBert => json!({
+                "dim": hidden, "n_layers": layers, "n_heads": heads.queries, "hidden_dim": inner,
+                "max_position_embeddings": positions, "activation": "gelu",
+            }),
+            _ => json!({
+                "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads.queries,
+                "intermediate_size": inner, "max_position_embeddings": positions, "layer_norm_eps": epsilon,
+                "type_vocab_size": size("token_types.weight", 0), "hidden_act": "gelu",
+            }),
+        };
+        config.extend(encoder.as_object().cloned().unwrap_or_default());
+        return Ok(Json::Object(config));
+    }
     let head_dim = match (meta.count(".attention.key_length")?, meta.count(".attention.value_length")?) {
         (Some(key), Some(value)) if key != value => {
             let found = format!("attention.key_length {key} and attention.value_length {value}");

@@ -19,6 +19,17 @@ pub(super) enum GgufFamily {
     Phi3,
     Gpt2,
     GptNeoX,
+    /// Also RoBERTa, whose files have a table of positions that begins with the first token.
+    Bert,
+    DistilBert,
+}
+
+/// What a file has that distinguishes models of one architecture.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Traits {
+    pub(super) experts: bool,
+    pub(super) window: bool,
+    pub(super) token_types: bool,
 }
 
 /// What is done to a stored tensor so that it is the one of Hugging Face.
@@ -119,13 +130,39 @@ const NEOX_LAYER: &[(&str, &str, Change)] = &[
     ("ffn_up", "mlp.dense_h_to_4h", Change::Same),
     ("ffn_down", "mlp.dense_4h_to_h", Change::Same),
 ];
+const BERT: &[(&str, &str)] = &[
+    ("token_embd", "embeddings.word_embeddings"),
+    ("position_embd", "embeddings.position_embeddings"),
+    ("token_types", "embeddings.token_type_embeddings"),
+    ("token_embd_norm", "embeddings.LayerNorm"),
+];
+const BERT_LAYER: &[(&str, &str, Change)] = &[
+    ("attn_q", "attention.self.query", Change::Same),
+    ("attn_k", "attention.self.key", Change::Same),
+    ("attn_v", "attention.self.value", Change::Same),
+    ("attn_output", "attention.output.dense", Change::Same),
+    ("attn_output_norm", "attention.output.LayerNorm", Change::Same),
+    ("ffn_up", "intermediate.dense", Change::Same),
+    ("ffn_down", "output.dense", Change::Same),
+    ("layer_output_norm", "output.LayerNorm", Change::Same),
+];
+const DISTILBERT_LAYER: &[(&str, &str, Change)] = &[
+    ("attn_q", "attention.q_lin", Change::Same),
+    ("attn_k", "attention.k_lin", Change::Same),
+    ("attn_v", "attention.v_lin", Change::Same),
+    ("attn_output", "attention.out_lin", Change::Same),
+    ("attn_output_norm", "sa_layer_norm", Change::Same),
+    ("ffn_up", "ffn.lin1", Change::Same),
+    ("ffn_down", "ffn.lin2", Change::Same),
+    ("layer_output_norm", "output_layer_norm", Change::Same),
+];
 
 impl GgufFamily {
-    /// The family of an architecture; the last two arguments distinguish models with several names at Hugging Face.
-    pub(super) fn of(architecture: &str, has_experts: bool, has_window: bool) -> Result<GgufFamily> {
+    /// The family of an architecture; `traits` distinguish models with several names at Hugging Face.
+    pub(super) fn of(architecture: &str, traits: Traits) -> Result<GgufFamily> {
         Ok(match architecture {
-            "llama" if has_experts => GgufFamily::Mixtral,
-            "llama" if has_window => GgufFamily::Mistral,
+            "llama" if traits.experts => GgufFamily::Mixtral,
+            "llama" if traits.window => GgufFamily::Mistral,
             "llama" => GgufFamily::Llama,
             "qwen2" => GgufFamily::Qwen2,
             "qwen3" => GgufFamily::Qwen3,
@@ -138,9 +175,11 @@ impl GgufFamily {
             "phi3" => GgufFamily::Phi3,
             "gpt2" => GgufFamily::Gpt2,
             "gptneox" => GgufFamily::GptNeoX,
+            "bert" if traits.token_types => GgufFamily::Bert,
+            "bert" => GgufFamily::DistilBert,
             other => {
                 let known =
-                    "llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe, gemma, gemma2, gemma3, phi3, gpt2, gptneox";
+                    "llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe, gemma, gemma2, gemma3, phi3, gpt2, gptneox, bert";
                 return Err(ErrorKind::unknown(other).error(
                     "GGUF file",
                     format!("architecture {other:?}"),
@@ -168,7 +207,14 @@ impl GgufFamily {
             GgufFamily::Phi3 => ("phi3", "Phi3ForCausalLM"),
             GgufFamily::Gpt2 => ("gpt2", "GPT2LMHeadModel"),
             GgufFamily::GptNeoX => ("gpt_neox", "GPTNeoXForCausalLM"),
+            GgufFamily::Bert => ("bert", "BertModel"),
+            GgufFamily::DistilBert => ("distilbert", "DistilBertModel"),
         }
+    }
+
+    /// Whether it is an encoder, and not a causal language model.
+    pub(super) fn is_encoder(self) -> bool {
+        matches!(self, GgufFamily::Bert | GgufFamily::DistilBert)
     }
 
     /// The name of a tensor at Hugging Face and what is done to it; `None` for one that the family does not have.
@@ -188,6 +234,8 @@ impl GgufFamily {
             GgufFamily::Phi3 => (DECODER, &[PHI3_LAYER, DECODER_LAYER], "model.layers"),
             GgufFamily::Gpt2 => (GPT2, &[GPT2_LAYER], "transformer.h"),
             GgufFamily::GptNeoX => (NEOX, &[NEOX_LAYER], "gpt_neox.layers"),
+            GgufFamily::Bert => (BERT, &[BERT_LAYER], "encoder.layer"),
+            GgufFamily::DistilBert => (BERT, &[DISTILBERT_LAYER], "transformer.layer"),
         };
         let (new, change) = match path.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
             None => (outside.iter().find(|(old, _)| *old == path)?.1.to_string(), Change::Same),

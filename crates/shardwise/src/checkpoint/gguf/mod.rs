@@ -8,12 +8,15 @@ mod config;
 mod families;
 mod header;
 mod metadata;
+mod pooling;
 mod pre_tokenizer;
 mod rope;
 mod split;
 mod tokenizer;
 mod view;
+mod wordpiece;
 
+pub use pooling::FilePooling;
 pub use view::{HfView, open_as_hf};
 
 use std::path::{Path, PathBuf};

@@ -37,7 +37,7 @@ const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 const DEFAULT: [&str; 4] = [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"];
 const FALCON: [&str; 3] = [r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"];
 
-const KNOWN: &str = "default, gpt-2, phi-2, olmo, mpt, jais, exaone4, trillion, smollm, starcoder, refact, command-r, codeshell, \
+const KNOWN: &str = "default, gpt-2, phi-2, olmo, mpt, jais, exaone4, trillion, roberta-bpe, smollm, starcoder, refact, command-r, codeshell, \
                      exaone, minerva-7b, llama-bpe, llama3, llama-v3, falcon3, falcon-h1, pixtral, lfm2, smaug-bpe, dbrx, \
                      qwen2, deepseek-r1-qwen, stablelm2, megrez, hunyuan, tekken, gpt-4o, llama4, falcon";
 
@@ -49,6 +49,7 @@ impl PreTokenizer {
         Ok(match name {
             "default" => plain(sequence(&DEFAULT)),
             "gpt-2" | "phi-2" | "olmo" | "mpt" | "jais" | "exaone4" | "trillion" => plain(byte_level(true)),
+            "roberta-bpe" => PreTokenizer { adds_bos: true, ..plain(byte_level(true)) },
             "smollm" | "starcoder" | "refact" | "command-r" | "codeshell" | "exaone" | "minerva-7b" => {
                 let digits = json!({ "type": "Digits", "individual_digits": true });
                 plain(json!({ "type": "Sequence", "pretokenizers": [digits, byte_level(true)] }))

@@ -6,12 +6,12 @@ use serde_json::{Map, Value as Json, json};
 
 use super::metadata::{Metadata, bad};
 use super::pre_tokenizer::{PreTokenizer, byte_level};
+use super::wordpiece::{CONTROL, wordpiece};
 use crate::error::{ErrorKind, Result};
 
 /// Types of tokens in `tokenizer.ggml.token_type`.
 const NORMAL: f64 = 1.0;
 const UNKNOWN: f64 = 2.0;
-const CONTROL: f64 = 3.0;
 const USER_DEFINED: f64 = 4.0;
 
 /// Longest piece that merges are looked for, in bytes. Vocabularies have none above 100; the search is quadratic.
@@ -30,6 +30,9 @@ pub(super) fn tokenizer(meta: &Metadata<'_>) -> Result<Option<(String, Json)>> {
         None | Some("none" | "no_vocab") => return Ok(None),
         Some(kind) => kind,
     };
+    if kind == "bert" {
+        return wordpiece(meta).map(Some);
+    }
     let vocabulary = Vocabulary::read(meta)?;
     let (mut tokenizer, adds_bos) = match kind {
         "gpt2" => vocabulary.byte_level_bpe()?,
@@ -38,13 +41,16 @@ pub(super) fn tokenizer(meta: &Metadata<'_>) -> Result<Option<(String, Json)>> {
             return Err(ErrorKind::Unsupported.error(
                 "GGUF metadata",
                 format!("tokenizer.ggml.model {other:?}"),
-                "gpt2 (byte-level BPE) or llama (SentencePiece)",
+                "gpt2 (byte-level BPE), llama (SentencePiece) or bert (WordPiece)",
                 "use the tokenizer.json of the model's Hugging Face directory",
             ));
         }
     };
     let adds_bos = meta.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos);
-    let adds_eos = meta.flag("tokenizer.ggml.add_eos_token")?.unwrap_or(false);
+    // RoBERTa's separator is also its end token.
+    let adds_sep = meta.flag("tokenizer.ggml.add_sep_token")?;
+    let is_roberta = meta.text("tokenizer.ggml.pre")? == Some("roberta-bpe");
+    let adds_eos = meta.flag("tokenizer.ggml.add_eos_token")?.unwrap_or(false) || adds_sep.unwrap_or(is_roberta);
     tokenizer["version"] = json!("1.0");
     tokenizer["truncation"] = Json::Null;
     tokenizer["padding"] = Json::Null;

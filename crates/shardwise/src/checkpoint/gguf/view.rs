@@ -6,8 +6,9 @@ use std::path::Path;
 use serde_json::Value as Json;
 
 use super::config::{HeadCounts, config};
-use super::families::{Change, GgufFamily};
+use super::families::{Change, GgufFamily, Traits};
 use super::metadata::Metadata;
+use super::pooling::{FilePooling, pooling, pooling_files};
 use super::rope::RopeFactors;
 use super::tokenizer;
 use crate::checkpoint::catalog::Catalog;
@@ -29,6 +30,8 @@ pub struct HfView {
     pub tokenizer_json: Option<String>,
     /// The `tokenizer_config.json`: special tokens and the chat template; null if the file has no tokenizer.
     pub tokenizer_config: Json,
+    /// How the model makes one embedding of the tokens of a sentence, if it is an encoder and the file says so.
+    pub pooling: Option<FilePooling>,
     /// The tensors under the names, in the shapes and with the order of rows that Hugging Face's classes have. They are read
     /// from the GGUF file.
     pub catalog: Catalog,
@@ -66,7 +69,10 @@ impl HfView {
             meta.count(".expert_used_count")?;
         }
         let has_window = meta.count(".attention.sliding_window")?.is_some_and(|window| window > 0);
-        let family = GgufFamily::of(meta.architecture, has_experts, has_window)?;
+        let token_types = catalog.tensors.contains_key("token_types.weight");
+        let family =
+            GgufFamily::of(meta.architecture, Traits { experts: has_experts, window: has_window, token_types })?;
+        let pooling = if family.is_encoder() { pooling(&meta)? } else { None };
         let config = config(family, &meta, &catalog.tensors, &rope_factors(&catalog)?)?;
         let heads = HeadCounts::of(&meta)?;
         let (tokenizer_json, tokenizer_config) = match tokenizer::tokenizer(&meta)? {
@@ -89,10 +95,10 @@ impl HfView {
         }
         let values: BTreeMap<String, Value> = BTreeMap::new();
         let catalog = Catalog { tensors, values, paths: BTreeMap::new(), ..catalog };
-        Ok(HfView { config, tokenizer_json, tokenizer_config, catalog })
+        Ok(HfView { config, tokenizer_json, tokenizer_config, pooling, catalog })
     }
 
-    /// Names and contents of the files of the directory that hold no tensors.
+    /// Names, with a directory where they are in one, and contents of the files of the directory that hold no tensors.
     pub fn files(&self) -> Vec<(&'static str, String)> {
         let pretty = |json: &Json| format!("{json:#}\n");
         let mut files = vec![("config.json", pretty(&self.config))];
@@ -100,6 +106,7 @@ impl HfView {
         if !self.tokenizer_config.is_null() {
             files.push(("tokenizer_config.json", pretty(&self.tokenizer_config)));
         }
+        files.extend(self.pooling.iter().flat_map(|pooling| pooling_files(*pooling, &self.config)));
         files
     }
 }

@@ -18,6 +18,7 @@ use crate::placement::ReduceOp;
 use crate::rule::{DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::experts::{ExpertActivation, ExpertRows, expert_mlp, expert_mlp_backward};
+use shardwise_kernels::quantized::BlockType;
 
 /// A mixture of experts: the weighted sum of the gated MLPs that a router chooses for each token.
 ///
@@ -40,6 +41,9 @@ pub struct MixtureOfExperts {
 layer!(MixtureOfExperts { router, experts, shared, shared_gate, hooks });
 
 /// The stacked weights of the experts of a [`MixtureOfExperts`].
+///
+/// They may be quantized for inference, all three of them ([`Param::set_quantized`]): u8 blocks
+/// `[experts, rows, blocks, bytes of a block]`.
 pub struct Experts {
     /// Gates `[experts, hidden, width]`.
     pub gate: Param,
@@ -109,17 +113,21 @@ impl Experts {
                 return Err(ErrorKind::shape(x.shape()).error("input of experts", x.layout(), needed, "reshape it"));
             };
             let rows = |t: &DTensor| t.flatten(0, 1);
-            let operands = [
-                rows(x)?,
-                rows(chosen)?,
-                rows(weights)?,
-                self.gate.forward_value()?,
-                self.up.forward_value()?,
-                self.down.forward_value()?,
-            ];
+            let (gate, up, down) = (self.gate.forward_value()?, self.up.forward_value()?, self.down.forward_value()?);
             let op = ExpertMlp { activation: self.activation };
-            let found = op::apply(&op, &operands.iter().collect::<Vec<_>>())?.swap_remove(0);
-            found.unflatten(0, &[batch as isize, length as isize])
+            let block = down.shape().last().and_then(|&bytes| BlockType::of_size(bytes));
+            let inputs = [rows(x)?, rows(chosen)?, rows(weights)?];
+            let found = match block.filter(|_| down.dtype() == DType::U8) {
+                None => op::apply(&op, &inputs.iter().chain([&gate, &up, &down]).collect::<Vec<_>>())?,
+                // The features inside an expert are sharded between the blocks of the last matrix.
+                Some(block) => {
+                    let grouped = |stack: &DTensor| stack.unflatten(1, &[-1, block.elements() as isize]);
+                    let (gate, up) = (grouped(&gate)?, grouped(&up)?);
+                    let operands: Vec<&DTensor> = inputs.iter().chain([&gate, &up, &down]).collect();
+                    op::apply(&QuantizedExpertMlp(op), &operands)?
+                }
+            };
+            found[0].unflatten(0, &[batch as isize, length as isize])
         })
     }
 }
@@ -129,6 +137,11 @@ impl Experts {
 struct ExpertMlp {
     activation: Activation,
 }
+
+/// As [`ExpertMlp`], with quantized stacks: gates and up-projections `[experts, groups, rows of a group, blocks, bytes]`, and
+/// down-projections `[experts, width, groups, bytes]`. A group is a block of the down-projection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct QuantizedExpertMlp(ExpertMlp);
 
 /// The gradients of [`ExpertMlp`]. Inputs: its inputs, and the gradient of its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -205,6 +218,56 @@ impl Op for ExpertMlp {
             let found = op::apply(&ExpertMlpBackward(*op), &inputs)?;
             let [x, weights, gate, up, down] = <[DTensor; 5]>::try_from(found).expect("five outputs");
             Ok(vec![Some(x), None, Some(weights), Some(gate), Some(up), Some(down)])
+        })
+    }
+}
+
+impl Op for QuantizedExpertMlp {
+    fn name(&self) -> &'static str {
+        "experts"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let summed = DimSharding::Reduces(ReduceOp::Sum);
+        let dims = [DimSharding::Free, DimSharding::Never, DimSharding::Never, summed, summed];
+        let [x, chosen, weights, ..] = operands();
+        let stack = vec![EXPERTS, HIDDEN, None, None, None];
+        let down = vec![EXPERTS, WIDTH, HIDDEN, None];
+        let signature = Signature::new(dims, [x, chosen, weights, stack.clone(), stack, down], [vec![ROWS, WIDTH]]);
+        Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
+    }
+
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let mut inputs = inputs.to_vec();
+        for stack in &mut inputs[3..5] {
+            *stack = stack.flatten(1, 2)?;
+        }
+        self.0.run(&inputs, context)
+    }
+
+    fn flops(&self, inputs: &[&[usize]], outputs: &[&[usize]]) -> u64 {
+        let [experts, groups, rows, ..] = *inputs[3] else { return 0 };
+        let stack = [experts, groups * rows, 0];
+        let inputs: Vec<&[usize]> = inputs[..3].iter().copied().chain([stack.as_slice()]).collect();
+        self.0.flops(&inputs, outputs)
+    }
+
+    /// The gradient of rows that are not rounded; the stacks are expanded and have none.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
+            let Some(g) = &gradients[0] else { return Ok(vec![None; 6]) };
+            first_derivative_only(op.name())?;
+            let mut inputs: Vec<DTensor> = (0..6).map(|i| saved.input(i)).collect();
+            for (i, stack) in inputs.iter_mut().enumerate().skip(3) {
+                *stack = stack.dequantize()?;
+                if i < 5 {
+                    *stack = stack.flatten(1, 2)?;
+                }
+            }
+            let inputs: Vec<&DTensor> = inputs.iter().chain([g]).collect();
+            let mut found = op::apply(&ExpertMlpBackward(op.0), &inputs)?.into_iter();
+            let (x, weights) = (found.next(), found.next());
+            Ok(vec![x, None, weights, None, None, None])
         })
     }
 }

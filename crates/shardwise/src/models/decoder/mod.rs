@@ -111,10 +111,17 @@ impl Decoder {
         logits: Logits,
         visit: &mut dyn FnMut(&DTensor) -> Result<()>,
     ) -> Result<DTensor> {
-        let hidden = self.hidden(ids, documents, &mut cache, visit)?;
+        // As transformers: when a sequence outgrows the angles of short ones, nothing that was computed with them is used.
+        let limit = self.spec.ropes.iter().find_map(Rope::short_limit);
+        let recomputed = match cache.as_deref_mut().zip(limit) {
+            Some((cache, limit)) => cache.tokens_to_recompute(ids, limit)?,
+            None => None,
+        };
+        let hidden = self.hidden(recomputed.as_ref().unwrap_or(ids), documents, &mut cache, visit)?;
         let hidden = match logits {
-            Logits::All => hidden,
-            Logits::Last => hidden.select(1, ids.shape()[1] as isize - 1)?,
+            Logits::All if recomputed.is_none() => hidden,
+            Logits::All => hidden.narrow(1, hidden.shape()[1] - ids.shape()[1], ids.shape()[1])?,
+            Logits::Last => hidden.select(1, -1)?,
         };
         let found = self.head.forward(&hidden)?;
         match self.spec.logit_soft_cap {

@@ -59,6 +59,14 @@ impl Rope {
         matches!(self.scaling, RopeScaling::Dynamic { .. } | RopeScaling::Long { .. })
     }
 
+    /// The longest sequence that has the angles of short ones, if longer sequences have different angles.
+    pub(in crate::models) fn short_limit(&self) -> Option<usize> {
+        match &self.scaling {
+            RopeScaling::Long { original, .. } => Some(*original),
+            _ => None,
+        }
+    }
+
     /// The angles per position for a sequence of `length` positions.
     pub(in crate::models) fn frequencies(&self, length: usize) -> Arc<RotaryFrequencies> {
         let size = self.size as f64;

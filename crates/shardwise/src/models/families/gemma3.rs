@@ -41,6 +41,9 @@ pub(super) static FAMILY: Family = Family {
         // Older files scale global layers alone.
         let full = read_rope_object(fields, full.as_ref().or(scaling.as_ref()), &global, sizes)?;
         let sliding = read_rope_object(fields, of_kind("sliding_attention")?.as_ref(), &local, sizes)?;
+        if let Some(nested) = &nested {
+            nested.refuse_unread(&[])?;
+        }
         spec.ropes = vec![full, sliding];
         for (layer, local) in spec.layers.iter_mut().zip(&is_local) {
             layer.rope = Some(usize::from(*local));
