@@ -5,6 +5,7 @@ mod curve;
 mod data;
 mod history;
 pub(crate) mod lora;
+mod output_lock;
 mod progress;
 mod step_log;
 mod tensorboard;
@@ -40,7 +41,7 @@ use crate::report::DUMP_DIR;
     allow_negative_numbers = true,
     after_help = "\
 Without options, trains a small GPT on a built-in book on 4 thread ranks. The same seed gives the same losses on every mesh and \
-with every plan, up to rounding. A checkpoint is saved at the end, and on Ctrl-C after the current step. --resume continues from \
+with every plan, up to rounding. A checkpoint is saved at the end, and on Ctrl-C after the current step. One run at a time writes to an output directory. --resume continues from \
 it with the options of that run; options that are given override them, for example another mesh and plan, or more steps.
 
 Under mpirun or srun each process is a rank; the default mesh for N processes is dp=N. All processes read the options, the text \
@@ -174,6 +175,10 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let TrainOptions { overwrite, export_hf, report, plain, log_curve, tensorboard, .. } = options;
     let outputs = RunOutputs { page: report.flatten(), plain, log_curve, tensorboard };
     let prepared = PreparedRun { job, tokens, prompt, resumed, overwrite, export_hf, outputs };
+    // Before the next check: nobody must be advised to overwrite the checkpoints of a run that is going on.
+    if processes::is_first() {
+        output_lock::check_unused(&prepared.job.out)?;
+    }
     checkpoints::later_checkpoints(&prepared.job.out, prepared.first_step(), overwrite)?;
     Ok(prepared)
 }

@@ -241,13 +241,7 @@ fn settle<T>(world: &World, catalog: &Catalog, read: Result<T>, site: Site) -> R
 }
 
 /// [`settle`] at a stage of the load: ranks that are at different ones were called with different options.
-fn settle_at<T>(
-    stage: &str,
-    world: &World,
-    catalog: &Catalog,
-    read: Result<T>,
-    site: Site,
-) -> Result<Option<T>> {
+fn settle_at<T>(stage: &str, world: &World, catalog: &Catalog, read: Result<T>, site: Site) -> Result<Option<T>> {
     let status = match &read {
         Ok(_) => stage.to_string(),
         Err(_) if catalog.files.is_replaced() => REPLACED.to_string(),
