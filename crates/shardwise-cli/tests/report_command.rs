@@ -115,6 +115,25 @@ fn a_failed_run_leaves_dumps_that_a_page_shows() {
 }
 
 #[test]
+fn a_deadline_before_the_first_step_leaves_dumps_and_a_wrong_option_none() {
+    let place = Place::new("late");
+    let out = place.at("run");
+    // No rank comes to the first collective within a nanosecond of another.
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    command.args(["train", "--mesh", "dp=4", "--out", &out]).args(TINY).env("SHARDWISE_DEADLINE", "0.000000001");
+    let output = command.output().unwrap();
+    let error = String::from_utf8_lossy(&output.stderr).to_string();
+    assert!(!output.status.success() && error.contains("`shardwise report "), "{error}");
+    let page = place.at("late.html");
+    succeeds(&["report", &out, "--out", &page]);
+    assert!(std::fs::read_to_string(&page).unwrap().contains("which did not join"));
+    let other = place.at("other");
+    let log = place.at("no/such/log");
+    let refused = shardwise(&[&["train", "--mesh", "dp=2", "--out", &other, "--log", &log], &TINY[..]].concat());
+    assert!(!refused.status.success() && !std::path::Path::new(&other).join("dump").exists());
+}
+
+#[test]
 fn what_is_no_report_is_refused() {
     let place = Place::new("no-report");
     let (text, page) = (place.file("notes.txt", "hello"), place.file("page.html", "<html></html>"));

@@ -207,7 +207,13 @@ fn more_thread_ranks_than_a_machine_can_run_are_refused_at_once() {
 
 #[test]
 fn what_is_typed_by_habit_is_understood() {
-    // PyTorch's names of placements, and bits per second.
+    // PyTorch's names of placements and its form of shapes, and bits per second.
+    for shape in ["[4, 2]", "(4, 2)", "4,2"] {
+        assert_eq!(
+            succeeds(&["show", shape, "S(0)", "--mesh", "dp=2"]),
+            succeeds(&["show", "4x2", "S(0)", "--mesh", "dp=2"])
+        );
+    }
     assert_eq!(
         succeeds(&["show", "4x2", "Shard(0)", "--mesh", "dp=2"]),
         succeeds(&["show", "4x2", "S(0)", "--mesh", "dp=2"])

@@ -117,7 +117,7 @@ pub(crate) fn run(options: TrainOptions) -> Result<()> {
     settings = settings.dump_dir(&dumps);
     let RunOutcome { summary, report } = settings
         .launch(prepared.job.mesh.size(), move |world| train_on_rank(&world, &prepared))
-        .inspect_err(|_| match HAS_BEGUN.load(Relaxed) {
+        .inspect_err(|error| match HAS_BEGUN.load(Relaxed) || is_missing_rank(error) {
             true => tell_dumps(&dumps),
             // A mistake in the options is no failure to look into.
             false => drop(std::fs::remove_dir_all(&dumps)),
@@ -126,6 +126,15 @@ pub(crate) fn run(options: TrainOptions) -> Result<()> {
         print_summary(&summary, with_report.then_some(&report), json)?;
     }
     Ok(())
+}
+
+/// Whether an error says that a rank did not come, failed or left: what ranks were doing then explains it.
+fn is_missing_rank(error: &Error) -> bool {
+    match error {
+        Error::Timeout { .. } | Error::PeerFailed { .. } | Error::PeerLeft { .. } => true,
+        Error::Rank { source, .. } => is_missing_rank(source),
+        _ => false,
+    }
 }
 
 /// Calls `handler` for SIGINT and SIGTERM. SIGHUP keeps its meaning, which `nohup` may have changed.

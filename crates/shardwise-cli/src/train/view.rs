@@ -153,7 +153,7 @@ impl ViewState {
         let most = ranks.iter().map(|rank| rank.peak_bytes).max().unwrap_or(1).max(1);
         for (number, rank) in ranks.iter().enumerate().take(for_ranks) {
             let facts = format!(
-                " {} of {}  {:.0} ms  waiting {:.0} %",
+                " {}, peak {}  {:.0} ms  waiting {:.0} %",
                 bytes_text(rank.memory_bytes),
                 bytes_text(rank.peak_bytes),
                 rank.ms,
@@ -264,7 +264,7 @@ mod tests {
         }
         let frame = state.frame(80, 24);
         assert_eq!(frame.iter().filter(|line| line.starts_with("rank ")).count(), 4);
-        assert!(frame.iter().any(|line| line.ends_with("3.00 MB of 6.00 MB  20 ms  waiting 25 %")), "{frame:#?}");
+        assert!(frame.iter().any(|line| line.ends_with("3.00 MB, peak 6.00 MB  20 ms  waiting 25 %")), "{frame:#?}");
         assert!(frame[1].contains("12345 tokens/s  waiting 25 %"), "{frame:#?}");
     }
 

@@ -117,7 +117,7 @@ impl Experts {
                 self.up.forward_value()?,
                 self.down.forward_value()?,
             ];
-            let op = ExpertMlp { activation: self.activation };
+            let op = ExpertMlp { activation: self.activation, experts: self.gate.shape()[0] };
             let found = op::apply(&op, &operands.iter().collect::<Vec<_>>())?.swap_remove(0);
             found.unflatten(0, &[batch as isize, length as isize])
         })
@@ -128,6 +128,8 @@ impl Experts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ExpertMlp {
     activation: Activation,
+    /// Experts of all ranks, for the estimate of operations.
+    experts: usize,
 }
 
 /// The gradients of [`ExpertMlp`]. Inputs: its inputs, and the gradient of its result.
@@ -191,9 +193,9 @@ impl Op for ExpertMlp {
     }
 
     fn flops(&self, inputs: &[&[usize]], _: &[&[usize]]) -> u64 {
-        // On average as many rows as the chosen experts of all experts that the rank has parts of.
-        let ([rows, width], [_, chosen], [_, hidden, _]) = (inputs[0], inputs[1], inputs[3]) else { return 0 };
-        6 * (rows * chosen * hidden * width) as u64
+        // On average an expert computes the same share of the chosen rows as any other one.
+        let ([rows, width], [_, chosen], [own, hidden, _]) = (inputs[0], inputs[1], inputs[3]) else { return 0 };
+        6 * (rows * chosen * hidden * width * own / self.experts.max(1)) as u64
     }
 
     fn gradient(&self) -> Gradient<Self> {

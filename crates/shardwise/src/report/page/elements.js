@@ -33,8 +33,9 @@ function bytes(count) {
 
 /** Nanoseconds with a unit. */
 function time(nanoseconds) {
-  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["us", 1e3]]) {
-    if (nanoseconds >= size) return `${(nanoseconds / size).toFixed(nanoseconds >= 100 * size ? 0 : 2)} ${unit}`;
+  // From two minutes and two hours on, as the command prints them.
+  for (const [unit, size, from] of [["h", 3.6e12, 7.2e12], ["min", 6e10, 1.2e11], ["s", 1e9], ["ms", 1e6], ["us", 1e3]]) {
+    if (nanoseconds >= (from ?? size)) return `${(nanoseconds / size).toFixed(nanoseconds >= 100 * size ? 0 : 2)} ${unit}`;
   }
   return `${nanoseconds} ns`;
 }

@@ -23,7 +23,7 @@ function memoryPicture(rank) {
   const columns = memoryColumns(rank, (width - left) / COLUMN);
   const most = Math.max(1, rank.peak.bytes);
   const x = (at) => left + (at / Math.max(1, rank.duration)) * (width - left);
-  const y = (amount) => 6 + (height - bottom - 6) * (1 - amount / most);
+  const y = (amount) => 7 + (height - bottom - 7) * (1 - amount / most);
   const picture = svg("svg", {
     viewBox: `0 0 ${width} ${height}`, role: "img",
     "aria-label": `Memory of rank ${rank.rank}, at most ${bytes(rank.peak.bytes)}; the table below has the peak by kind`,
@@ -46,8 +46,8 @@ function memoryPicture(rank) {
     const anchor = i === 0 ? "start" : i === 4 ? "end" : "middle";
     picture.append(svg("text", { x: x(at), y: height - 4, "text-anchor": anchor }, time(Math.round(at))));
   }
-  const peak = x(rank.peak.at);
-  picture.append(svg("path", { d: `M${peak} 6V${height - bottom}`, stroke: "var(--text)", "stroke-dasharray": "3 3" }));
+  // A mark above the curve, which does not hide the peak.
+  picture.append(svg("path", { d: `M${x(rank.peak.at) - 5} 0h10l-5 6z`, fill: "var(--text)" }));
   return picture;
 }
 
