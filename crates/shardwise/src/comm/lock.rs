@@ -89,8 +89,13 @@ impl FromStr for CommLock {
             let read = line.rsplit_once(" x").and_then(|(call, count)| Some((call, count.parse::<usize>().ok()?)));
             let Some((call, count)) = read.filter(|(call, _)| call.split(' ').count() == 6) else {
                 let needed = "phase, module, operator, axes, collective, bytes and xCOUNT";
-                let fix = "write the file anew with SHARDWISE_UPDATE_LOCK=1";
-                return Err(ErrorKind::Argument.error("lock of communication", format!("`{line}`"), needed, fix));
+                // A file of another kind may be one long line.
+                let found = match line.char_indices().nth(80) {
+                    Some((end, _)) => format!("`{}...`", &line[..end]),
+                    None => format!("`{line}`"),
+                };
+                let fix = "name a lockfile, or write it anew";
+                return Err(ErrorKind::Argument.error("lock of communication", found, needed, fix));
             };
             *lines.entry(call.to_string()).or_default() += count;
         }
