@@ -202,6 +202,8 @@ fn more_thread_ranks_than_a_machine_can_run_are_refused_at_once() {
     // More ranks than heads, than layers and than cores are a mesh that someone may want to try.
     succeeds(&[&train[..], &["--mesh", "tp=64", "--batch-size", "1", "--sample-tokens", "1"]].concat());
     refused(&["generate", &out, "--mesh", "tp=1000", "--prompt", "a"]);
+    let bert = concat!(env!("CARGO_MANIFEST_DIR"), "/../shardwise/tests/conformance/data/models/bert");
+    refused(&["embed", bert, &place.file("sentences.txt", "a sentence"), "--mesh", "dp=1000"]);
     succeeds(&["generate", &out, "--mesh", "tp=5", "--prompt", "a", "--max-tokens", "2"]);
 }
 
