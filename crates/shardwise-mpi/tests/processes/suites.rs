@@ -65,7 +65,7 @@ pub(crate) fn waiting_is_measured() {
             if world.rank() == 0 {
                 world.send(&tensor, 1, 0)?;
             } else {
-                world.recv(&TensorMeta::new([elements], DType::F32), 0, 0)?;
+                world.recv(&TensorMeta::new(elements, DType::F32), 0, 0)?;
                 let since = Instant::now();
                 while since.elapsed() < BUSY {
                     std::hint::spin_loop();
