@@ -75,7 +75,5 @@ fn check(lock: &CommLock, options: &LockOptions) -> Result<()> {
     if changes.is_empty() {
         return Ok(());
     }
-    let found = format!("other communication than in {}:\n  {}\n", path.display(), changes.join("\n  "));
-    let fix = "remove what was added, or write the file anew with `shardwise comms lock` if the change is meant";
-    Err(ErrorKind::path(path).error("communication", found, "that of the lockfile", fix))
+    Err(CommLock::changed_error(path, &changes, "write the file anew with `shardwise comms lock`"))
 }

@@ -132,8 +132,10 @@ fn prepare(options: &EmbedOptions) -> Result<EmbedJob> {
         let needed = "a file or a pipe for binary output";
         return Err(ErrorKind::Argument.error("format", "npy on a terminal", needed, "add --out FILE"));
     }
+    let mesh = processes::mesh(options.mesh.as_deref(), "dp=1", "dp")?;
+    processes::check_thread_ranks(&mesh)?;
     Ok(EmbedJob {
-        mesh: processes::mesh(options.mesh.as_deref(), "dp=1", "dp")?,
+        mesh,
         tokenizer: load_tokenizer(&options.model)?,
         sentences: match &options.file {
             Some(file) => read_sentences(file)?,

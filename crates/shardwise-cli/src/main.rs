@@ -129,19 +129,22 @@ fn main() -> ExitCode {
         CliCommand::Bench(bench) => bench.run(),
         CliCommand::Ops(options) => ops::run(&options),
         CliCommand::Show(options) => show::run(&options),
-        CliCommand::Plan(options) => plan::run(&options),
+        CliCommand::Plan(options) => return exit_code(plan::run(&options)),
         CliCommand::Comms(comms) => comms::run(&comms),
         CliCommand::Train(options) => train::run(*options),
         CliCommand::Generate(options) => generate::run(&options),
         CliCommand::Embed(options) => embed::run(&options),
         CliCommand::Report(options) => report::run(&options),
-        CliCommand::Ckpt(options) => match ckpt::run(&options) {
-            Ok(false) => return ExitCode::FAILURE,
-            other => other.map(drop),
-        },
+        CliCommand::Ckpt(options) => return exit_code(ckpt::run(&options)),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
+    exit_code(result.map(|()| true))
+}
+
+/// The exit code of a command that answers a question, such as whether a checkpoint is intact: 1 for no, and for errors.
+fn exit_code(answer: shardwise::Result<bool>) -> ExitCode {
+    match answer {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         // The reader has closed the pipe, as in `shardwise ops | head`.
         Err(error) if processes::is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {

@@ -7,6 +7,7 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use shardwise::comm::engine::available_cores;
 use shardwise::mesh::Network;
 use shardwise::{Error, Mesh, Result, ThreadWorld};
 use shardwise_mpi::Settings;
@@ -53,6 +54,25 @@ pub(crate) fn mesh(asked: Option<&str>, on_threads: &str, axis: &str) -> Result<
     let found = format!("{mesh} for {ranks} rank(s) in a job of {size} process(es)");
     let fix = format!("run with {by} -n {ranks}, or use a mesh of {size} rank(s) such as --mesh {axis}={size}");
     Err(ErrorKind::Launch.error("mesh", found, "one process per rank", fix))
+}
+
+/// Thread ranks that every machine may start: enough to try any mesh of a host or two.
+const USUAL_THREAD_RANKS: usize = 64;
+
+/// Thread ranks per core beyond which a run is slower than a user would wait for.
+const THREAD_RANKS_PER_CORE: usize = 4;
+
+/// Refuses a mesh of more thread ranks than this machine can run in a reasonable time. Processes of a job are not counted.
+pub(crate) fn check_thread_ranks(mesh: &Mesh) -> Result<()> {
+    let cores = available_cores();
+    let most = USUAL_THREAD_RANKS.max(THREAD_RANKS_PER_CORE * cores);
+    if launched().is_some() || mesh.size() <= most {
+        return Ok(());
+    }
+    let found = format!("{mesh}, which is {} ranks as threads of {cores} core(s)", mesh.size());
+    let fix =
+        "use a smaller mesh, start processes on more machines with mpirun, or plan the step with `shardwise plan`";
+    Err(ErrorKind::Launch.error("mesh", found, format!("at most {most} thread ranks on this machine"), fix))
 }
 
 /// Returns `mine` if it is `Ok` on all processes; otherwise the error of the first process that has one, on all of them.

@@ -7,6 +7,7 @@ use std::time::SystemTime;
 use clap::Args;
 use shardwise::comm::RankDump;
 use shardwise::error::ErrorKind;
+use shardwise::picture::bytes_text;
 use shardwise::prelude::*;
 use shardwise::report::{RunReport, page, read_page};
 
@@ -49,6 +50,7 @@ pub(crate) fn run(options: &ReportOptions) -> Result<()> {
         let (others, dumps) = read(other)?;
         runs.extend(others.into_iter().next());
         failures.extend(dumps);
+        tell_apart(&mut runs, [&options.path, other]);
     }
     if let Some(path) = &options.perfetto {
         let Some(run) = runs.first() else {
@@ -59,6 +61,16 @@ pub(crate) fn run(options: &ReportOptions) -> Result<()> {
         write(path, &run.to_perfetto())?;
     }
     write(&options.out, &page(&runs, &failures))
+}
+
+/// Adds the paths to the titles of two runs of the same name, such as runs with other data or another learning rate.
+fn tell_apart(runs: &mut [RunReport], paths: [&Path; 2]) {
+    if let [first, second] = runs
+        && first.title == second.title
+    {
+        first.title = format!("{} ({})", first.title, paths[0].display());
+        second.title = format!("{} ({})", second.title, paths[1].display());
+    }
 }
 
 /// Writes the page of one run.
@@ -72,7 +84,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
         let found = format!("{}: {error}", path.display());
         ErrorKind::path(path).error::<Error>("report", found, "a file that can be written", "name another file")
     })?;
-    Ok(writeln!(std::io::stderr(), "{} ({} KB)", path.display(), text.len().div_ceil(1000))?)
+    Ok(writeln!(std::io::stderr(), "wrote {} ({})", path.display(), bytes_text(text.len()))?)
 }
 
 /// When the newest file of a directory was written; a directory that exists for longer does not change with its files.

@@ -155,25 +155,32 @@ impl ShowOptions {
                 let fix = "write for example `--order 0=tp,dp`";
                 return Err(ErrorKind::Argument.error("--order", format!("`{order}`"), "DIM=AXIS,AXIS", fix));
             };
-            orders.push((dim, axes.split(',').map(str::trim).collect()));
+            let axes: Vec<&str> = axes.split(',').map(str::trim).collect();
+            axes.iter().try_for_each(|axis| mesh.axis(axis).map(drop))?;
+            orders.push((dim, axes));
         }
         let placements = Placement::parse_list(placements)?;
-        // An order is for the layouts in which these axes shard the dimension.
+        // An order is for the layouts in which these axes shard the dimension: with --to, for one of them or both.
         let shards = |(dim, axes): &&(usize, Vec<&str>)| {
             axes.iter()
                 .all(|name| mesh.axis(name).is_ok_and(|a| placements.get(a).is_some_and(|p| p.is_shard(Some(*dim)))))
         };
         let used: Vec<(usize, &[&str])> =
             orders.iter().filter(shards).map(|(dim, axes)| (*dim, axes.as_slice())).collect();
+        if let (None, Some((dim, axes))) = (&self.to, orders.iter().find(|order| !shards(order))) {
+            let (found, needed) = (axes.join(","), format!("axes that shard dimension {dim}"));
+            return Err(ErrorKind::Argument.error("--order", found, needed, "correct the placements or the order"));
+        }
         Layout::with_shard_order(mesh, shape, placements.clone(), &used)
     }
 
     fn write(&self, text: impl FnOnce(usize, bool) -> String, svg: impl FnOnce() -> String) -> Result<()> {
         if let Some(path) = &self.svg {
-            return std::fs::write(path, svg()).map_err(|error| {
-                let found = format!("{error}: {}", path.display());
-                ErrorKind::path(path).error("--svg", found, "a file that can be written", "name another file")
-            });
+            std::fs::write(path, svg()).map_err(|error| {
+                let found = format!("{}: {error}", path.display());
+                ErrorKind::path(path).error::<Error>("--svg", found, "a file that can be written", "name another file")
+            })?;
+            return Ok(writeln!(std::io::stderr(), "wrote {}", path.display())?);
         }
         let color = match self.color {
             ColorChoice::Always => true,
@@ -193,7 +200,9 @@ fn explanation(mesh: &Mesh, from: &Layout, to: &Layout, dtype: DType) -> Result<
 }
 
 fn parse_shape(text: &str) -> Result<Vec<usize>> {
-    let sizes = text.split(['x', ',']).map(str::trim).filter(|size| !size.is_empty());
+    // Also as PyTorch and NumPy print shapes, in brackets.
+    let sizes =
+        text.trim().trim_matches(['[', ']', '(', ')']).split(['x', ',']).map(str::trim).filter(|size| !size.is_empty());
     sizes
         .map(|size| {
             size.parse().map_err(|_| {

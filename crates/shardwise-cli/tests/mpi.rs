@@ -342,6 +342,33 @@ fn a_failure_of_all_processes_is_reported_once() {
 }
 
 #[test]
+fn two_jobs_do_not_share_an_output_directory_and_waiting_is_measured() {
+    let place = Place::new("mpi-locked");
+    let (out, log) = (place.at("run"), place.at("run.jsonl"));
+    let arguments = training(&place, "run", &[&TINY[..], &["--steps", "1000000", "--overwrite"]].concat());
+    let program: Vec<&str> = std::iter::once(PROGRAM).chain(arguments.iter().map(String::as_str)).collect();
+    // The first job has files of its own for its output.
+    let first = Place::new("mpi-locked-first");
+    let mut job = Job::start(&first, 2, &program);
+    let since = Instant::now();
+    while !Path::new(&log).exists() || losses(&place, "run").len() < 20 {
+        assert!(since.elapsed() < LIMIT, "a few steps");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    on(&place, 2, &program[1..]).failed_with(&[&out, "another run", "choose another --out"]);
+    assert!(job.launcher.try_wait().unwrap().is_none());
+    job.launcher.kill().unwrap();
+    job.launcher.wait().unwrap();
+    // No rank comes to a collective at exactly the time of the other.
+    let waited = |rank: usize| -> f64 {
+        let steps = read(&log);
+        let complete = steps.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        complete.filter_map(|line| line["ranks"][rank]["waiting"].as_f64()).sum()
+    };
+    assert!(waited(0) > 0.0 && waited(1) > 0.0, "{} and {}", waited(0), waited(1));
+}
+
+#[test]
 fn a_process_that_reads_different_files_is_named() {
     let place = Place::new("mpi-files");
     let text = place.file("text-0", "what the first process reads ".repeat(80));

@@ -20,13 +20,25 @@ fn a_profiled_step_becomes_a_page_a_trace_and_a_comparison() {
     let refused = String::from_utf8_lossy(&refused.stderr).to_string();
     assert!(refused.contains("invalid --report") && !refused.contains("step"), "{refused}");
     let text = std::fs::read_to_string(&page).unwrap();
-    assert!(text.starts_with("<!doctype html>") && text.contains("on dp=2,tp=2, step 3"), "{}", &text[..300]);
+    assert!(text.starts_with("<!doctype html>") && text.contains("on dp=2,tp=2, tp, step 3"), "{}", &text[..300]);
     let (again, trace) = (place.at("again.html"), place.at("trace.json"));
     succeeds(&["report", &out, "--out", &again, "--perfetto", &trace, "--compare", &page]);
     let events = json(&std::fs::read_to_string(&trace).unwrap())["traceEvents"].as_array().unwrap().len();
     assert!(events > 100, "{events} events");
     let both = std::fs::read_to_string(&again).unwrap();
     assert_eq!(both.matches("\"title\":").count(), 2);
+    // Runs of the same name are told apart by their paths, runs with different plans by the plans.
+    for path in [&out, &page] {
+        assert!(both.contains(&format!("\"title\":\"gpt on dp=2,tp=2, tp, step 3 ({path})\"")), "{path}");
+    }
+    let sharded = place.at("sharded");
+    let options = ["train", "--steps", "4", "--mesh", "dp=2,tp=2", "--plan", "fsdp+tp", "--report", &again];
+    succeeds(&[&options[..], &["--out", &sharded], &TINY[..]].concat());
+    succeeds(&["report", &out, "--out", &again, "--compare", &sharded]);
+    let both = std::fs::read_to_string(&again).unwrap();
+    for title in ["gpt on dp=2,tp=2, tp, step 3", "gpt on dp=2,tp=2, fsdp+tp, step 3"] {
+        assert_eq!(both.matches(&format!("\"title\":\"{title}\"")).count(), 1, "{title}");
+    }
     // A page is a report, too.
     succeeds(&["report", &page, "--out", &again]);
     assert_eq!(std::fs::read_to_string(&again).unwrap(), text);
@@ -100,6 +112,25 @@ fn a_failed_run_leaves_dumps_that_a_page_shows() {
     let report = format!("{run}/report.json");
     std::fs::write(&report, std::fs::read(&report).unwrap()).unwrap();
     assert_eq!(both(), (false, true));
+}
+
+#[test]
+fn a_deadline_before_the_first_step_leaves_dumps_and_a_wrong_option_none() {
+    let place = Place::new("late");
+    let out = place.at("run");
+    // No rank comes to the first collective within a nanosecond of another.
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    command.args(["train", "--mesh", "dp=4", "--out", &out]).args(TINY).env("SHARDWISE_DEADLINE", "0.000000001");
+    let output = command.output().unwrap();
+    let error = String::from_utf8_lossy(&output.stderr).to_string();
+    assert!(!output.status.success() && error.contains("`shardwise report "), "{error}");
+    let page = place.at("late.html");
+    succeeds(&["report", &out, "--out", &page]);
+    assert!(std::fs::read_to_string(&page).unwrap().contains("which did not join"));
+    let other = place.at("other");
+    let log = place.at("no/such/log");
+    let refused = shardwise(&[&["train", "--mesh", "dp=2", "--out", &other, "--log", &log], &TINY[..]].concat());
+    assert!(!refused.status.success() && !std::path::Path::new(&other).join("dump").exists());
 }
 
 #[test]

@@ -149,8 +149,73 @@ fn a_path_that_cannot_be_written_is_reported_with_its_cause() {
 }
 
 #[test]
+fn two_runs_do_not_share_an_output_directory() {
+    let place = Place::new("locked");
+    let out = place.at("out");
+    let options = [&["train", "--out", &out, "--steps", "100000", "--mesh", "dp=1", "--overwrite"][..], &TINY].concat();
+    let start = || {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_shardwise"))
+            .args(&options)
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // The first line is printed when the run has begun.
+        let mut said = BufReader::new(child.stderr.take().unwrap());
+        said.read_line(&mut String::new()).unwrap();
+        (child, said)
+    };
+    let (mut first, _said) = start();
+    let losses = std::fs::metadata(format!("{out}/losses.jsonl")).unwrap().modified().unwrap();
+    let refused = shardwise(&options);
+    let message = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{message}");
+    for part in [&out[..], "another run", &format!("process {}", first.id()), "choose another --out"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    // The run that goes on has not noticed, and a killed one leaves nothing behind that refuses the next.
+    assert!(first.try_wait().unwrap().is_none());
+    assert!(std::fs::metadata(format!("{out}/losses.jsonl")).unwrap().modified().unwrap() >= losses);
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let (mut next, _said) = start();
+    assert!(next.try_wait().unwrap().is_none(), "it has started");
+    next.kill().unwrap();
+    next.wait().unwrap();
+}
+
+#[test]
+fn more_thread_ranks_than_a_machine_can_run_are_refused_at_once() {
+    let place = Place::new("many-ranks");
+    let out = place.at("out");
+    let train = [&["train", "--steps", "1", "--batch-size", "2000", "--out", &out], &TINY[..8]].concat();
+    let refused = |arguments: &[&str]| {
+        let output = shardwise(arguments);
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{message}");
+        for part in ["1000 ranks as threads", "core(s)", "thread ranks on this machine", "shardwise plan"] {
+            assert!(message.contains(part), "{part}: {message}");
+        }
+    };
+    refused(&[&train[..], &["--mesh", "dp=1000"]].concat());
+    assert!(!std::path::Path::new(&out).exists());
+    // More ranks than heads, than layers and than cores are a mesh that someone may want to try.
+    succeeds(&[&train[..], &["--mesh", "tp=64", "--batch-size", "1", "--sample-tokens", "1"]].concat());
+    refused(&["generate", &out, "--mesh", "tp=1000", "--prompt", "a"]);
+    let bert = concat!(env!("CARGO_MANIFEST_DIR"), "/../shardwise/tests/conformance/data/models/bert");
+    refused(&["embed", bert, &place.file("sentences.txt", "a sentence"), "--mesh", "dp=1000"]);
+    succeeds(&["generate", &out, "--mesh", "tp=5", "--prompt", "a", "--max-tokens", "2"]);
+}
+
+#[test]
 fn what_is_typed_by_habit_is_understood() {
-    // PyTorch's names of placements, and bits per second.
+    // PyTorch's names of placements and its form of shapes, and bits per second.
+    for shape in ["[4, 2]", "(4, 2)", "4,2"] {
+        assert_eq!(
+            succeeds(&["show", shape, "S(0)", "--mesh", "dp=2"]),
+            succeeds(&["show", "4x2", "S(0)", "--mesh", "dp=2"])
+        );
+    }
     assert_eq!(
         succeeds(&["show", "4x2", "Shard(0)", "--mesh", "dp=2"]),
         succeeds(&["show", "4x2", "S(0)", "--mesh", "dp=2"])

@@ -11,7 +11,7 @@ use shardwise::models::{
 };
 use shardwise::optim::AdamW;
 use shardwise::prelude::*;
-use shardwise::report::{LaneKind, RunReport, dry_step, page, read_page};
+use shardwise::report::{LaneKind, MemoryPoint, RunReport, dry_step, page, read_page};
 use shardwise::train::Trainer;
 use shardwise_test_suites::scratch::Scratch;
 
@@ -310,6 +310,19 @@ fn dry_70b() -> RunReport {
 }
 
 /// Pages of several programs, which `scripts/check-report` opens in a browser.
+/// The report, with a peak of its first rank that lasts a nanosecond.
+fn with_spike(mut report: RunReport) -> RunReport {
+    let rank = &mut report.ranks[0];
+    let at = rank.duration / 2;
+    let next = rank.memory.iter().position(|point| point.0 > at + 1).unwrap();
+    let before = rank.memory[next - 1].1;
+    let mut high = before;
+    high[3] += 10 * rank.peak.bytes;
+    rank.memory.splice(next..next, [MemoryPoint(at, high), MemoryPoint(at + 1, before)]);
+    (rank.peak.at, rank.peak.bytes, rank.peak.by_kind) = (at, high.iter().sum(), high);
+    report
+}
+
 #[test]
 fn pages_of_several_programs_are_written_and_small() {
     let scratch = Scratch::new("pages");
@@ -325,7 +338,10 @@ fn pages_of_several_programs_are_written_and_small() {
     let mut other = gpt.clone();
     other.title = "gpt again".to_string();
     write("compared.html", &page(&[gpt.clone(), other], &[]));
-    write("gpt.html", &page(&[gpt], &[]));
+    write("spike.html", &page(&[with_spike(gpt.clone())], &[]));
+    let text = page(&[gpt], &[]);
+    assert!(["KiB", "MiB", "GiB"].iter().all(|unit| !text.contains(unit)), "the command prints decimal units");
+    write("gpt.html", &text);
     write("ragged.html", &page(&[ragged()], &[]));
     let failed = dumps("dump-of-page", Duration::from_secs(30), |world| match world.rank() {
         2 => panic!("on purpose"),

@@ -245,7 +245,7 @@ fn peak_mb() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<f64>().ok());
-    kilobytes.unwrap_or(0.0) / 1024.0
+    kilobytes.unwrap_or(0.0) * 1024.0 / 1e6
 }
 
 /// Ids and targets of a batch, sharded over the mesh.

@@ -7,6 +7,7 @@ use std::path::Path;
 use serde_json::{Value as Json, json};
 use shardwise::Result;
 use shardwise::checkpoint::{self, Catalog, StoredTensor, Value};
+use shardwise::picture::bytes_text;
 
 pub(super) fn run(path: &Path, json: bool) -> Result<()> {
     let catalog = checkpoint::open(path)?;
@@ -26,7 +27,7 @@ pub(super) fn run(path: &Path, json: bool) -> Result<()> {
     let parts: usize = catalog.tensors.values().map(|t| t.chunks.len()).sum();
     let (tensors, values) = (catalog.tensors.len(), catalog.values.len());
     let elements: usize = catalog.tensors.values().map(StoredTensor::elem_count).sum();
-    let size = size(stored_bytes(&catalog));
+    let size = bytes_text(stored_bytes(&catalog) as usize);
     let unreadable = match catalog.unreadable.len() {
         0 => String::new(),
         count => format!("; {count} entries that cannot be read"),
@@ -140,17 +141,5 @@ fn describe(tensor: &StoredTensor) -> String {
         1 => String::new(),
         n => format!("  {n} chunks"),
     };
-    format!("{:<5} {shape:<18} {:>10}{parts}", tensor.type_name(), size(tensor.stored_bytes()))
-}
-
-/// A number of bytes in a readable unit.
-pub(crate) fn size(bytes: u64) -> String {
-    let units = ["B", "kB", "MB", "GB", "TB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1000.0 && unit + 1 < units.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", units[unit]) }
+    format!("{:<5} {shape:<18} {:>10}{parts}", tensor.type_name(), bytes_text(tensor.stored_bytes() as usize))
 }

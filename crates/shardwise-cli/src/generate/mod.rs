@@ -156,6 +156,9 @@ fn prepare(options: &GenerateOptions) -> Result<GenerateJob> {
     over(&Sampling::greedy()).check()?;
     let source = GenerationSource::open(&options.model, options.dtype, options.quantized)?;
     let mesh = processes::mesh(options.mesh.as_deref(), "tp=1", "tp")?;
+    if !options.dry {
+        processes::check_thread_ranks(&mesh)?;
+    }
     let sampling = over(&source.usual_sampling()?);
     sampling.check()?;
     if options.batch_size == 0 {

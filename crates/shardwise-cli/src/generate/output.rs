@@ -4,11 +4,11 @@ use std::io::Write;
 
 use serde::Serialize;
 use shardwise::generate::{GenerationStats, StopReason};
+use shardwise::picture::bytes_text;
 use shardwise::prelude::*;
 
 use super::job::GenerateJob;
 use super::source::StoredForm;
-use crate::ckpt::inspect::size;
 
 /// A row of a batch, with the figures of the batch, as `--json` prints it.
 #[derive(Serialize)]
@@ -60,9 +60,10 @@ impl Figures {
     /// One line for people.
     pub(super) fn summary(&self, new_tokens: usize) -> String {
         let peaks = &self.peak_memory_bytes;
+        let size = |bytes: &u64| bytes_text(*bytes as usize);
         let memory = match (peaks.iter().min(), peaks.iter().max()) {
-            (Some(least), Some(most)) if least != most => format!("{} to {}", size(*least), size(*most)),
-            (_, most) => size(most.copied().unwrap_or(0)),
+            (Some(least), Some(most)) if least != most => format!("{} to {}", size(least), size(most)),
+            (_, most) => most.map_or_else(String::new, size),
         };
         format!(
             "{new_tokens} new token(s), {:.1} tokens/s, first after {:.0} ms, peak memory per rank {memory}",

@@ -229,9 +229,7 @@ impl PlanJob {
 
     /// Name of the plan.
     pub(crate) fn plan_name(&self) -> String {
-        let name =
-            clap::ValueEnum::to_possible_value(&self.plan).map_or(String::new(), |value| value.get_name().to_string());
-        if self.sequence_parallel { name + " with sequence parallelism" } else { name }
+        self.plan.name(self.sequence_parallel)
     }
 
     /// Runs the step without data.

@@ -7,9 +7,9 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
-use shardwise::Result;
 use shardwise::picture::bytes_text;
 use shardwise::plan::StepReport;
+use shardwise::{Error, Result};
 
 use job::{PlanJob, PlannedStep};
 
@@ -23,6 +23,9 @@ use crate::train::settings::PlanChoice;
     after_help = "\
 The program of one rank runs without data, so a model of any size on any number of ranks is planned on one machine, in seconds. \
 Memory is that of local tensors, as World::memory counts it; time is estimated from operations and from bytes over links.
+
+The exit code is 1 if the step does not fit into --memory (with --search, if nothing fits); the field `fits` of --json is then \
+false, and null without --memory.
 
 Examples:
   shardwise plan gpt --mesh dp=4 --plan ddp --dtype f32
@@ -46,7 +49,8 @@ pub(crate) struct PlanOptions {
     html: Option<PathBuf>,
 }
 
-pub(crate) fn run(options: &PlanOptions) -> Result<()> {
+/// Plans the step; whether it fits into `--memory`, if that was asked.
+pub(crate) fn run(options: &PlanOptions) -> Result<bool> {
     let job = options.step.decide()?;
     if options.search {
         return search::run(&job, options.json);
@@ -59,10 +63,19 @@ pub(crate) fn run(options: &PlanOptions) -> Result<()> {
         report.advice = advice(&job, &report);
     }
     let text = match options.json {
-        true => serde_json::to_string(&report).map_err(std::io::Error::from)?,
+        true => json(&report)?,
         false => report.to_string(),
     };
-    Ok(writeln!(std::io::stdout().lock(), "{text}")?)
+    writeln!(std::io::stdout().lock(), "{text}")?;
+    Ok(report.fits() != Some(false))
+}
+
+/// The report with what follows from it and a script would otherwise have to add up.
+fn json(report: &StepReport) -> Result<String> {
+    let mut object = serde_json::to_value(report).map_err(Error::other)?;
+    object["fits"] = report.fits().into();
+    object["peak_bytes"] = report.peak_bytes().into();
+    Ok(object.to_string())
 }
 
 /// Changes under which the step takes less memory, each tried in a dry run; changes with which it fits come first.

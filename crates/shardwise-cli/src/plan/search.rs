@@ -49,7 +49,8 @@ impl TableRow for CandidateRow {
 /// Widest tensor parallelism that is tried: more ranks than this share no fast link anywhere.
 const MAX_TP: usize = 64;
 
-pub(super) fn run(job: &PlanJob, json: bool) -> Result<()> {
+/// Prints the candidates; whether one of them fits into memory, if there is a limit.
+pub(super) fn run(job: &PlanJob, json: bool) -> Result<bool> {
     let candidates = candidates(job)?;
     let mut rows = RowPrinter::new(json, candidates.len() as u64);
     let mut found = Vec::new();
@@ -68,7 +69,8 @@ pub(super) fn run(job: &PlanJob, json: bool) -> Result<()> {
     found.sort_by(|a, b| {
         (a.fits == Some(false)).cmp(&(b.fits == Some(false))).then(a.us_per_sample.total_cmp(&b.us_per_sample))
     });
-    Ok(found.iter().try_for_each(|row| rows.print(row))?)
+    found.iter().try_for_each(|row| rows.print(row))?;
+    Ok(found.iter().any(|row| row.fits != Some(false)))
 }
 
 fn row(report: &StepReport) -> CandidateRow {

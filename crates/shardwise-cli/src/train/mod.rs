@@ -5,6 +5,7 @@ mod curve;
 mod data;
 mod history;
 pub(crate) mod lora;
+mod output_lock;
 mod progress;
 mod step_log;
 mod tensorboard;
@@ -40,7 +41,7 @@ use crate::report::DUMP_DIR;
     allow_negative_numbers = true,
     after_help = "\
 Without options, trains a small GPT on a built-in book on 4 thread ranks. The same seed gives the same losses on every mesh and \
-with every plan, up to rounding. A checkpoint is saved at the end, and on Ctrl-C after the current step. --resume continues from \
+with every plan, up to rounding. A checkpoint is saved at the end, and on Ctrl-C after the current step. One run at a time writes to an output directory. --resume continues from \
 it with the options of that run; options that are given override them, for example another mesh and plan, or more steps.
 
 Under mpirun or srun each process is a rank; the default mesh for N processes is dp=N. All processes read the options, the text \
@@ -116,7 +117,7 @@ pub(crate) fn run(options: TrainOptions) -> Result<()> {
     settings = settings.dump_dir(&dumps);
     let RunOutcome { summary, report } = settings
         .launch(prepared.job.mesh.size(), move |world| train_on_rank(&world, &prepared))
-        .inspect_err(|_| match HAS_BEGUN.load(Relaxed) {
+        .inspect_err(|error| match HAS_BEGUN.load(Relaxed) || is_missing_rank(error) {
             true => tell_dumps(&dumps),
             // A mistake in the options is no failure to look into.
             false => drop(std::fs::remove_dir_all(&dumps)),
@@ -125,6 +126,15 @@ pub(crate) fn run(options: TrainOptions) -> Result<()> {
         print_summary(&summary, with_report.then_some(&report), json)?;
     }
     Ok(())
+}
+
+/// Whether an error says that a rank did not come, failed or left: what ranks were doing then explains it.
+fn is_missing_rank(error: &Error) -> bool {
+    match error {
+        Error::Timeout { .. } | Error::PeerFailed { .. } | Error::PeerLeft { .. } => true,
+        Error::Rank { source, .. } => is_missing_rank(source),
+        _ => false,
+    }
 }
 
 /// Calls `handler` for SIGINT and SIGTERM. SIGHUP keeps its meaning, which `nohup` may have changed.
@@ -174,6 +184,10 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let TrainOptions { overwrite, export_hf, report, plain, log_curve, tensorboard, .. } = options;
     let outputs = RunOutputs { page: report.flatten(), plain, log_curve, tensorboard };
     let prepared = PreparedRun { job, tokens, prompt, resumed, overwrite, export_hf, outputs };
+    // Before the next check: nobody must be advised to overwrite the checkpoints of a run that is going on.
+    if processes::is_first() {
+        output_lock::check_unused(&prepared.job.out)?;
+    }
     checkpoints::later_checkpoints(&prepared.job.out, prepared.first_step(), overwrite)?;
     Ok(prepared)
 }

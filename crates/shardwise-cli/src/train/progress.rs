@@ -12,6 +12,7 @@ use super::checkpoints::cannot_write;
 use super::curve::Curves;
 use super::history::LossHistory;
 use super::model_dir::write;
+use super::output_lock::OutputLock;
 use super::step_log::StepLog;
 use super::tensorboard::EventFile;
 use super::view::LiveView;
@@ -26,6 +27,7 @@ pub(super) struct Progress {
     history: RefCell<LossHistory>,
     /// Times of the steps since the start or the resume, of all ranks.
     times: RefCell<Vec<(u64, Vec<f64>)>>,
+    _lock: OutputLock,
 }
 
 /// How many lines a run prints where it shows no view.
@@ -37,11 +39,11 @@ impl Progress {
         view: Option<LiveView>,
         log: Option<(PathBuf, BufWriter<File>)>,
         events: Option<EventFile>,
-        history: LossHistory,
+        (history, lock): (LossHistory, OutputLock),
     ) -> Self {
         let (view, log, events, history) =
             (RefCell::new(view), RefCell::new(log), RefCell::new(events), RefCell::new(history));
-        Progress { steps, view, log, events, history, times: RefCell::default() }
+        Progress { steps, view, log, events, history, times: RefCell::default(), _lock: lock }
     }
 
     /// Prints a line on standard error.

@@ -22,6 +22,7 @@ use super::checkpoints::{self, ResumePoint, Saver, cannot_write};
 use super::data::{BatchShape, TextSequences, TokenizedText};
 use super::history::LossHistory;
 use super::model_dir;
+use super::output_lock::OutputLock;
 use super::progress::Progress;
 use super::settings::TrainJob;
 use super::step_log::{RankLog, StepLog};
@@ -111,10 +112,10 @@ impl PreparedRun {
         self.resumed.as_ref().map_or(0, |resumed| resumed.step)
     }
 
-    /// Creates the output directory and opens the files in it. Rank 0 calls it.
+    /// Creates and locks the output directory and opens the files in it. Rank 0 calls it.
     fn open_outputs(&self) -> Result<Progress> {
         let job = &self.job;
-        std::fs::create_dir_all(&job.out).map_err(|error| cannot_write("output directory", &job.out, &error))?;
+        let lock = OutputLock::take(&job.out)?;
         let log = match &job.log {
             Some(path) => {
                 let (append, mut open) = (self.resumed.is_some(), OpenOptions::new());
@@ -128,9 +129,9 @@ impl PreparedRun {
         let from = self.resumed.as_ref().and_then(ResumePoint::out);
         let history = LossHistory::begin(&job.out, from, self.first_step())?;
         let events = self.outputs.tensorboard.as_deref().map(EventFile::create).transpose()?;
-        let title = format!("{} on {}", job.config.name(), job.mesh);
+        let title = format!("{} on {}, {}", job.config.name(), job.mesh, job.plan_name);
         let view = if self.outputs.plain { None } else { LiveView::new(&title, job.steps) };
-        Ok(Progress::new(job.steps, view, log, events, history))
+        Ok(Progress::new(job.steps, view, log, events, (history, lock)))
     }
 }
 
@@ -303,7 +304,7 @@ impl<'a> RankRun<'a> {
     /// Writes the page of a profiled step. Collective.
     fn write_page(&self, profile: &Profile) -> Result<()> {
         let (job, mesh) = (self.job(), &self.training.mesh);
-        let title = format!("{} on {}, step {}", job.config.name(), job.mesh, self.training.step);
+        let title = format!("{} on {}, {}, step {}", job.config.name(), job.mesh, job.plan_name, self.training.step);
         let model: &dyn LanguageModel = &*self.training.trainer.model;
         let report = RunReport::new(&title, mesh, model, profile)?.gather(self.world)?;
         self.world

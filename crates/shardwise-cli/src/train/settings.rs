@@ -202,6 +202,14 @@ pub(crate) enum PlanChoice {
     Auto,
 }
 
+impl PlanChoice {
+    /// The name as on the command line, and whether sequences are sharded, too.
+    pub(crate) fn name(self, sequence_parallel: bool) -> String {
+        let name = self.to_possible_value().map_or(String::new(), |value| value.get_name().to_string());
+        if sequence_parallel { name + " with sequence parallelism" } else { name }
+    }
+}
+
 /// Data type of the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -218,6 +226,8 @@ pub(crate) struct TrainJob {
     pub(crate) lora: Option<LoraSettings>,
     pub(crate) mesh: Mesh,
     pub(crate) plan: ShardingPlan,
+    /// As in `fsdp+tp`.
+    pub(crate) plan_name: String,
     /// The candidates of `--plan auto`.
     pub(crate) search: Option<PlanSearch>,
     pub(crate) dtype: DType,
@@ -333,6 +343,7 @@ impl TrainSettings {
             return Err(ErrorKind::Argument.error("--lora", "a model without weights", "a trained model", fix));
         }
         let mesh = processes::mesh(self.mesh.as_deref(), "dp=2,tp=2", "dp")?;
+        processes::check_thread_ranks(&mesh)?;
         let (steps, batch, accumulate) =
             (self.steps.unwrap_or(300), self.batch_size.unwrap_or(16), self.accumulate.unwrap_or(1));
         let at_least_one = |option: &'static str, value: u64| match value {
@@ -354,7 +365,9 @@ impl TrainSettings {
             return Err(ErrorKind::Argument.error("batch-size", found, needed, "use a smaller batch"));
         }
         tokens.check(config.seq_len())?;
-        let (plan, search) = self.resolve_plan(&config, &mesh, &StepOptions::new(batch, network))?;
+        let choice = self.plan_choice(&mesh);
+        let (plan, search) = self.resolve_plan(choice, &config, &mesh, &StepOptions::new(batch, network))?;
+        let plan_name = choice.name(self.sequence_parallel.unwrap_or(false));
         let clip = self.clip_grad_norm.unwrap_or(1.0);
         let numbers = [("lr", self.lr), ("weight-decay", self.weight_decay), ("clip-grad-norm", Some(clip))];
         for (option, value) in numbers.into_iter().filter_map(|(option, value)| Some((option, value?))) {
@@ -378,6 +391,7 @@ impl TrainSettings {
             lora: self.lora,
             mesh,
             plan,
+            plan_name,
             search,
             dtype: if self.dtype == Some(ParamDtype::Bf16) { DType::BF16 } else { DType::F32 },
             groups,
@@ -426,15 +440,19 @@ impl TrainSettings {
         Ok([group(algorithm)?, group(adamw)?])
     }
 
+    /// The plan that was asked for, or the one that goes with the mesh.
+    fn plan_choice(&self, mesh: &Mesh) -> PlanChoice {
+        self.plan.unwrap_or(if mesh.axis("tp").is_ok() { PlanChoice::Tp } else { PlanChoice::Ddp })
+    }
+
     /// The plan, and the candidates of `--plan auto`.
     fn resolve_plan(
         &self,
+        plan: PlanChoice,
         config: &ModelConfig,
         mesh: &Mesh,
         step: &StepOptions,
     ) -> Result<(ShardingPlan, Option<PlanSearch>)> {
-        let by_mesh = if mesh.axis("tp").is_ok() { PlanChoice::Tp } else { PlanChoice::Ddp };
-        let plan = self.plan.unwrap_or(by_mesh);
         let sequence_parallel = self.sequence_parallel.unwrap_or(false);
         if plan == PlanChoice::Auto {
             if sequence_parallel {

@@ -8,6 +8,8 @@ use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use shardwise::picture::bytes_text;
+
 use super::step_log::StepLog;
 
 /// Enters the alternate screen and hides the cursor; leaves it and shows the cursor.
@@ -151,9 +153,9 @@ impl ViewState {
         let most = ranks.iter().map(|rank| rank.peak_bytes).max().unwrap_or(1).max(1);
         for (number, rank) in ranks.iter().enumerate().take(for_ranks) {
             let facts = format!(
-                " {} of {} MB  {:.0} ms  waiting {:.0} %",
-                megabytes(rank.memory_bytes),
-                megabytes(rank.peak_bytes),
+                " {}, peak {}  {:.0} ms  waiting {:.0} %",
+                bytes_text(rank.memory_bytes),
+                bytes_text(rank.peak_bytes),
                 rank.ms,
                 rank.waiting * 100.0
             );
@@ -189,10 +191,6 @@ impl ViewState {
             left
         )
     }
-}
-
-fn megabytes(bytes: usize) -> String {
-    format!("{:.1}", bytes as f64 / 1e6)
 }
 
 /// Width of the labels beside the curve.
@@ -266,7 +264,7 @@ mod tests {
         }
         let frame = state.frame(80, 24);
         assert_eq!(frame.iter().filter(|line| line.starts_with("rank ")).count(), 4);
-        assert!(frame.iter().any(|line| line.ends_with("3.0 of 6.0 MB  20 ms  waiting 25 %")), "{frame:#?}");
+        assert!(frame.iter().any(|line| line.ends_with("3.00 MB, peak 6.00 MB  20 ms  waiting 25 %")), "{frame:#?}");
         assert!(frame[1].contains("12345 tokens/s  waiting 25 %"), "{frame:#?}");
     }
 

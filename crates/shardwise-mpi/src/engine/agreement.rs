@@ -6,7 +6,7 @@
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Purpose, SAME_CALLS, SAME_VALUES, fingerprint, meta_fingerprint};
+use shardwise::comm::engine::{Purpose, SAME_CALLS, SAME_VALUES, fingerprint, meta_fingerprint, while_waiting};
 use shardwise::error::{RankCall, Site};
 use shardwise::{Error, Result, TensorMeta};
 
@@ -67,7 +67,11 @@ pub(super) fn check(
         Ok((packet, packet_call)) => (packet, packet_call, None),
         Err(error) => (Packet::new(0, true), None, Some(error)),
     };
-    let all = mine.exchange(comm)?;
+    let all = {
+        // Ranks meet here: who comes early waits for the last one, and a packet itself takes microseconds.
+        let _waiting = while_waiting();
+        mine.exchange(comm)?
+    };
     if all.is_agreed() && all.balance == 0 {
         return packet_call.map(|packet_call| packet_call.unpack(call, inputs, (me, size), &all)).transpose();
     }

@@ -29,6 +29,7 @@ const CASES: &[Case] = &[
     ("redistribution", ANY, suites::redistribution),
     ("remote_shards", ANY, suites::remote_shards),
     ("recorded_training", &[4], suites::recorded_training),
+    ("waiting", &[2], suites::waiting_is_measured),
     ("calls_that_do_not_fit", &[2, 4], agreed::calls_that_do_not_fit),
     ("disagreements", &[2, 3], agreed::disagreements),
     ("messages", &[2, 3], agreed::messages),

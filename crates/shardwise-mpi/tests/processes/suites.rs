@@ -1,10 +1,11 @@
 //! Test suites of the library, run by ranks that are processes.
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::models::{DataParallelMode, ParallelismConfig};
-use shardwise::{Mesh, ReduceOp, Result, World};
+use shardwise::{Mesh, ReduceOp, Result, TensorMeta, World};
 use shardwise_mpi::{Settings, launched};
 use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::{collectives, layout_pairs, recorded_training, remote_shards, vectors};
@@ -51,6 +52,31 @@ pub(crate) fn groups_side_by_side() {
         assert_eq!(backwards.rank(), world.size() - 1 - world.rank());
         collectives::run(&backwards)?;
         world.barrier()
+    });
+}
+
+/// A rank that comes early waits for the one that still computes, and the trace says so of small and of large collectives.
+pub(crate) fn waiting_is_measured() {
+    const BUSY: Duration = Duration::from_millis(300);
+    on_all(&Settings::from_env().expect("good settings"), |world| {
+        for elements in [1, 1 << 18] {
+            let tensor = Tensor::zeros(elements, DType::F32, &Device::Cpu)?;
+            // The second rank begins to compute when the first one is on its way into the collective.
+            if world.rank() == 0 {
+                world.send(&tensor, 1, 0)?;
+            } else {
+                world.recv(&TensorMeta::new(elements, DType::F32), 0, 0)?;
+                let since = Instant::now();
+                while since.elapsed() < BUSY {
+                    std::hint::spin_loop();
+                }
+            }
+            world.trace().clear();
+            world.all_reduce(&tensor, ReduceOp::Sum)?;
+            let waited: Duration = world.trace().report().0.iter().map(|(_, _, total)| total.waiting).sum();
+            assert_eq!(waited > BUSY / 2, world.rank() == 0, "rank {} waited {waited:?}", world.rank());
+        }
+        Ok(())
     });
 }
 

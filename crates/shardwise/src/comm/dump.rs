@@ -141,7 +141,9 @@ impl RankDump {
         }
         if dumps.is_empty() {
             let found = format!("{} without rank-*.json", directory.display());
-            let fix = format!("name the directory of {DUMP_DIR_VARIABLE}, or `dump` of a training run that failed");
+            let fix = format!(
+                "name the directory of {DUMP_DIR_VARIABLE}, `dump` of a training run that failed, or a run of `train --report`"
+            );
             return Err(ErrorKind::path(directory).error("dump", found, "the dumps of a failed run", fix));
         }
         dumps.sort_by_key(|dump: &RankDump| dump.rank);

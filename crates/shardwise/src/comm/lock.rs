@@ -89,8 +89,13 @@ impl FromStr for CommLock {
             let read = line.rsplit_once(" x").and_then(|(call, count)| Some((call, count.parse::<usize>().ok()?)));
             let Some((call, count)) = read.filter(|(call, _)| call.split(' ').count() == 6) else {
                 let needed = "phase, module, operator, axes, collective, bytes and xCOUNT";
-                let fix = "write the file anew with SHARDWISE_UPDATE_LOCK=1";
-                return Err(ErrorKind::Argument.error("lock of communication", format!("`{line}`"), needed, fix));
+                // A file of another kind may be one long line.
+                let found = match line.char_indices().nth(80) {
+                    Some((end, _)) => format!("`{}...`", &line[..end]),
+                    None => format!("`{line}`"),
+                };
+                let fix = "name a lockfile, or write it anew";
+                return Err(ErrorKind::Argument.error("lock of communication", found, needed, fix));
             };
             *lines.entry(call.to_string()).or_default() += count;
         }
@@ -139,9 +144,18 @@ impl CommLock {
         if changes.is_empty() {
             return Ok(());
         }
-        let found = format!("other communication than in {}:\n  {}\n", path.display(), changes.join("\n  "));
-        let fix = "remove what was added, or run with SHARDWISE_UPDATE_LOCK=1 if the change is meant";
-        Err(ErrorKind::path(path).error("communication", found, "that of the lockfile", fix))
+        Err(Self::changed_error(path, &changes, "run with SHARDWISE_UPDATE_LOCK=1"))
+    }
+
+    /// The error for [changes](Self::changes_since) since a lockfile; `rewrite` says how to write the file anew.
+    pub fn changed_error(path: &Path, changes: &[String], rewrite: &str) -> Error {
+        let found = format!("other communication than in {}", path.display());
+        // The lines come last: there may be many of them.
+        let fix = format!(
+            "remove what was added, or {rewrite} if the change is meant (- is in the file, + is what was found):\n  {}",
+            changes.join("\n  ")
+        );
+        ErrorKind::path(path).error("communication", found, "that of the lockfile", fix)
     }
 
     /// Writes a lockfile. Local.

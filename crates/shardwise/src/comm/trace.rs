@@ -40,7 +40,9 @@ pub struct CommRecord {
     pub bytes: usize,
     /// Time in the call, including the wait for other ranks.
     pub duration: Duration,
-    /// The part of `duration` in which the rank waited for other ranks, as far as the engine measures it (threads do).
+    /// The part of `duration` in which the rank waited for other ranks, as the engine measures it: on threads until the last rank
+    /// comes, on MPI the time of the exchange that checks whether all ranks make the same call. Zero on MPI without that check
+    /// (`SHARDWISE_CHECK=0`), where waiting and moving data cannot be separated.
     pub waiting: Duration,
     /// Source line of the call.
     pub site: Site,

@@ -74,6 +74,7 @@ impl FromStr for Mesh {
             });
             named.collect::<Result<Vec<_>>>()?.into()
         } else {
+            let number = |s: &str| number(s).map_err(|_| bad(s, "a name and a size for each axis"));
             axes.split([',', 'x']).map(number).collect::<Result<Vec<_>>>()?.into()
         };
         let mesh = match ranks {

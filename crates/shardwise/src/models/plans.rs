@@ -209,5 +209,5 @@ fn check_axes(mesh: &Mesh) -> Result<()> {
     let Some(axis) = mesh.axes().iter().find(|axis| !["dp", "tp"].contains(&&*axis.name)) else { return Ok(()) };
     let found = format!("axis `{}` in mesh {mesh}", axis.name);
     let needed = "axes `dp` (shards the batch) and `tp` (shards heads and features)";
-    Err(ErrorKind::Mesh.error("mesh", found, needed, "rename the axis"))
+    Err(ErrorKind::Mesh.error("mesh", found, needed, "write for example `dp=2,tp=4`"))
 }

@@ -170,7 +170,7 @@ impl PreparedCall {
             .map(|i| plan.signature.why_moved(op.name(), i, &layouts, &decision).map(Arc::from))
             .collect();
         let why = |o: usize| -> Option<Arc<str>> {
-            let partial = plan.signature.why_partial(op.name(), o, &decision);
+            let partial = plan.signature.why_partial(op.name(), o, &layouts, &decision);
             let sentences = why_moved.iter().flatten().map(|why| why.to_string()).chain(partial);
             let text = sentences.collect::<Vec<_>>().join("; ");
             (!text.is_empty()).then(|| text.into())

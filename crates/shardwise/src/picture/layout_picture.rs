@@ -34,7 +34,7 @@ const MAX_HOLDINGS: usize = 8;
 /// let picture = Layout::new(&mesh, 4, [Shard(0)])?.picture().to_string();
 /// let expected = "\
 /// f32 [4] on tp=2: S(0)
-/// columns: dimension 0
+/// columns: dimension 0; boxes: ranks
 ///    0                2
 ///  ┌────────────────┬────────────────┐
 ///  │ 0              │ 1              │
@@ -177,11 +177,9 @@ impl LayoutPicture {
             format!("dimension {dim} at index 0 of {}{sharded}", shape[dim])
         });
         let mut heading = vec![format!("{} {}", self.dtype.as_str(), self.layout)];
-        let drawn: Vec<String> = drawn.into_iter().chain(others).collect();
-        heading.extend((!drawn.is_empty()).then(|| drawn.join("; ")));
-        if shape.contains(&0) {
-            heading.push("no elements".to_string());
-        }
+        let mut drawn: Vec<String> = drawn.into_iter().chain(others).collect();
+        drawn.push(if shape.contains(&0) { "no elements" } else { "boxes: ranks" }.to_string());
+        heading.push(drawn.join("; "));
         heading
     }
 

@@ -110,7 +110,9 @@ mod tests {
         let texts: Vec<String> =
             [999_499, 999_500, 1_000_000, 12_345_678, 70_553_706_496].into_iter().map(count_text).collect();
         assert_eq!(texts, ["999k", "1.00M", "1.00M", "12.3M", "70.6B"]);
-        assert_eq!([bytes_text(0), bytes_text(9999), bytes_text(10_000)], ["0 B", "9999 B", "10.0 kB"]);
+        // `scripts/check-report` has the same table for the page of a report.
+        let sizes = [0, 9_999, 10_000, 999_499, 999_500, 16_777_216, 70_553_706_496].map(bytes_text);
+        assert_eq!(sizes, ["0 B", "9999 B", "10.0 kB", "999 kB", "1.00 MB", "16.8 MB", "70.6 GB"]);
         assert_eq!([time_text(0.0), time_text(999.0), time_text(61e6)], ["0.0 us", "999 us", "61.0 s"]);
     }
 

@@ -9,6 +9,7 @@ use super::sharding_plan::ShardingPlan;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, ErrorKind, Result};
 use crate::nn::Module;
+use crate::picture::bytes_text;
 
 /// Elementary operations per second of a rank unless set otherwise: about one core of a server in f32 matrix products.
 pub(crate) const DEFAULT_FLOPS_PER_S: f64 = 20e9;
@@ -182,13 +183,13 @@ pub struct PlanTrial {
 
 impl fmt::Display for PlanSearch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let head = ["us/step", "compute", "communicate", "collectives", "KiB/rank"];
+        let head = ["us/step", "compute", "communicate", "collectives", "peak"];
         writeln!(f, "{:>10} {:>10} {:>12} {:>12} {:>10}  plan", head[0], head[1], head[2], head[3], head[4])?;
         for PlanTrial { name, estimate: e, .. } in &self.trials {
-            let (us, kib) = (e.us(), e.peak_bytes.div_ceil(1024));
+            let (us, peak) = (e.us(), bytes_text(e.peak_bytes));
             write!(f, "{us:>10.1} {:>10.1} {:>12.1} ", e.compute_us, e.communication_us)?;
             let note = if e.peak_bytes > self.memory_limit { " (too large)" } else { "" };
-            writeln!(f, "{:>12} {kib:>10}  {name}{note}", e.collectives)?;
+            writeln!(f, "{:>12} {peak:>10}  {name}{note}", e.collectives)?;
         }
         Ok(())
     }

@@ -292,8 +292,9 @@ impl StepReport {
     fn assumptions(&self) -> Vec<String> {
         let sum = |of: fn(&PhaseEstimate) -> f64| self.phases.iter().map(of).sum::<f64>();
         let (flops, us) = (sum(|phase| phase.flops as f64), sum(|phase| phase.compute_us));
-        let rate =
-            (us > 0.0).then(|| format!("assumes {} operations/s per rank", count_text((flops / us * 1e6) as usize)));
+        // The prefixes of `--flops`, which are not those of parameters.
+        let rate = |rate: f64| count_text(rate as usize).replace('B', "G");
+        let rate = (us > 0.0).then(|| format!("assumes {} operations/s per rank", rate(flops / us * 1e6)));
         let link = |(axis, link): (&Axis, &Link)| {
             format!("assumes {} GB/s and {} us along {}", link.gb_per_s, link.latency_us, axis.name)
         };

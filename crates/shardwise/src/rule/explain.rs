@@ -73,18 +73,22 @@ impl Signature {
     }
 
     /// Why output `o` of the decision is partial, in one sentence; `None` if it is not.
-    pub(crate) fn why_partial(&self, name: &str, o: usize, decision: &Decision) -> Option<String> {
+    pub(crate) fn why_partial(&self, name: &str, o: usize, inputs: &[&Layout], decision: &Decision) -> Option<String> {
         let output = &decision.outputs[o];
         let mesh = output.mesh();
         let mut clauses = Vec::new();
         for (axis, placement) in output.placements().iter().enumerate().filter(|(_, p)| p.is_partial()) {
             let axis_name = &mesh.axes()[axis].name;
-            // An input that is sharded on a dimension over which the operator reduces.
-            let reduced = decision.inputs.iter().enumerate().find_map(|(i, _)| {
+            // An input that is sharded on a dimension over which the operator reduces: rather one that came so than a replicated
+            // one of which ranks take the part that goes with it.
+            let reduced = |i: usize| {
                 let dim = needed(decision, i)?.placements()[axis].shard_dim()?;
                 let number = self.inputs.get(i)?.get(dim).copied().flatten()?;
                 matches!(self.dims[number], DimSharding::Reduces(_)).then_some((i, dim))
-            });
+            };
+            let came = |(i, dim): &(usize, usize)| inputs[*i].placements()[axis].shard_dim() == Some(*dim);
+            let reducing = || (0..decision.inputs.len()).filter_map(reduced);
+            let reduced = reducing().find(came).or_else(|| reducing().next());
             let partial = |i: &usize| needed(decision, *i).is_some_and(|l| l.placements()[axis].is_partial());
             clauses.push(match (reduced, (0..decision.inputs.len()).find(partial)) {
                 (Some((i, dim)), _) => format!(

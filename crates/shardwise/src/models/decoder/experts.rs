@@ -114,7 +114,7 @@ impl Experts {
             };
             let rows = |t: &DTensor| t.flatten(0, 1);
             let (gate, up, down) = (self.gate.forward_value()?, self.up.forward_value()?, self.down.forward_value()?);
-            let op = ExpertMlp { activation: self.activation };
+            let op = ExpertMlp { activation: self.activation, experts: self.gate.shape()[0] };
             let block = down.shape().last().and_then(|&bytes| BlockType::of_size(bytes));
             let inputs = [rows(x)?, rows(chosen)?, rows(weights)?];
             let found = match block.filter(|_| down.dtype() == DType::U8) {
@@ -136,6 +136,8 @@ impl Experts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ExpertMlp {
     activation: Activation,
+    /// Experts of all ranks, for the estimate of operations.
+    experts: usize,
 }
 
 /// As [`ExpertMlp`], with quantized stacks: gates and up-projections `[experts, groups, rows of a group, blocks, bytes]`, and
@@ -204,9 +206,9 @@ impl Op for ExpertMlp {
     }
 
     fn flops(&self, inputs: &[&[usize]], _: &[&[usize]]) -> u64 {
-        // On average as many rows as the chosen experts of all experts that the rank has parts of.
-        let ([rows, width], [_, chosen], [_, hidden, _]) = (inputs[0], inputs[1], inputs[3]) else { return 0 };
-        6 * (rows * chosen * hidden * width) as u64
+        // On average an expert computes the same share of the chosen rows as any other one.
+        let ([rows, width], [_, chosen], [own, hidden, _]) = (inputs[0], inputs[1], inputs[3]) else { return 0 };
+        6 * (rows * chosen * hidden * width * own / self.experts.max(1)) as u64
     }
 
     fn gradient(&self) -> Gradient<Self> {

@@ -21,18 +21,21 @@ function svg(name, attributes = {}, ...children) {
   return made;
 }
 
-/** Bytes with a unit of powers of 1024. */
+/** Bytes in decimal units with three digits; below 10,000 all digits. The command prints the same (`picture::bytes_text`). */
 function bytes(count) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let unit = 0;
-  while (count >= 1024 && unit < units.length - 1) [count, unit] = [count / 1024, unit + 1];
-  return `${unit === 0 || count >= 100 ? Math.round(count) : count.toFixed(1)} ${units[unit]}`;
+  if (count < 9999.5) return `${Math.round(count)} B`;
+  // Rounded to three digits first, so that 999,999 is 1.00 MB and not 1000 kB.
+  const [size, unit] = [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"]].find(([size]) => count >= size * 0.9995)
+    ?? [1e3, "kB"];
+  const scaled = count / size;
+  return `${scaled.toFixed(scaled < 9.995 ? 2 : scaled < 99.95 ? 1 : 0)} ${unit}`;
 }
 
 /** Nanoseconds with a unit. */
 function time(nanoseconds) {
-  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["us", 1e3]]) {
-    if (nanoseconds >= size) return `${(nanoseconds / size).toFixed(nanoseconds >= 100 * size ? 0 : 2)} ${unit}`;
+  // From two minutes and two hours on, as the command prints them.
+  for (const [unit, size, from] of [["h", 3.6e12, 7.2e12], ["min", 6e10, 1.2e11], ["s", 1e9], ["ms", 1e6], ["us", 1e3]]) {
+    if (nanoseconds >= (from ?? size)) return `${(nanoseconds / size).toFixed(nanoseconds >= 100 * size ? 0 : 2)} ${unit}`;
   }
   return `${nanoseconds} ns`;
 }

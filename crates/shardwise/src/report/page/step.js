@@ -104,7 +104,7 @@ function repeatedViews(run, rank, tree, spans) {
 function placeView(run, rank, tree, group, open = false) {
   const node = group.first;
   const facts = `${group.count > 1 ? `${group.count} alike, each ` : ""}${time(node.duration)}, ` +
-    `${node.operators} operators${node.bytes > 0 ? `, ${bytes(node.bytes)} sent` : ""}`;
+    `${node.operators} operator${node.operators === 1 ? "" : "s"}${node.bytes > 0 ? `, ${bytes(node.bytes)} sent` : ""}`;
   return lazy([el("b", {}, group.name), el("span", { class: "facts" }, facts)], () => [
     ...alike(node.children.values(), (child) => child.sign).map((child) => placeView(run, rank, tree, child)),
     ...repeatedViews(run, rank, tree, node.spans),
