@@ -323,7 +323,7 @@ fn invalid_configurations_are_rejected_before_anything_runs() {
     refused(ModelConfig::Gpt(gpt()), "dp=2", tp, &["axis `tp`"]);
     refused(ModelConfig::Gpt(gpt()), "tp=2", parallelism(DataParallelMode::FullyShard, true, false), &["axis `dp`"]);
     refused(ModelConfig::Gpt(gpt()), "dp=2", sequence, &["sequence"]);
-    refused(ModelConfig::Gpt(gpt()), "pp=2", sharded, &["axis `pp`", "rename"]);
+    refused(ModelConfig::Gpt(gpt()), "pp=2", sharded, &["axis `pp`", "`dp=2,tp=4`"]);
     refused(ModelConfig::Gpt(GptConfig { n_heads: 3, ..gpt() }), "dp=2", plain, &["width 16", "3 query heads"]);
     refused(ModelConfig::Gpt(GptConfig { n_layers: 0, ..gpt() }), "dp=2", plain, &["at least 1"]);
     refused(ModelConfig::Gpt(GptConfig { dropout: 1.0, ..gpt() }), "dp=2", plain, &["dropout 1"]);

@@ -38,7 +38,7 @@ const MADE_OF: &[(&str, &[&str])] = &[
     ("nll_loss", &["gather"]),
     ("scaled_dot_product_attention", &["matmul"]),
     ("masked_fill", &["where_cond"]),
-    ("lerp", &["add"]),
+    ("lerp", &["sub"]),
     ("linalg_cholesky_ex", &["linalg_cholesky"]),
     ("linalg_ldl_factor", &["linalg_cholesky"]),
     ("linalg_ldl_solve", &["linalg_cholesky"]),

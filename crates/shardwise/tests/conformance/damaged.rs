@@ -112,7 +112,7 @@ impl Case {
     }
 }
 
-/// The numbers inside of an encoded argument, without those that refer to inputs.
+/// The numbers inside of an encoded argument, except references to inputs.
 fn collect_numbers<'a>(argument: &'a mut Value, found: &mut Vec<&'a mut Value>) {
     match argument {
         Value::Number(_) => found.push(argument),
