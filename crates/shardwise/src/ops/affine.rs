@@ -106,7 +106,8 @@ impl DTensor {
         if self.ndim() > product.ndim() || dims.any(|(&own, &wanted)| own != wanted && own != 1) {
             let found = format!("shape {:?} to add to a product of shape {:?}", self.shape(), product.shape());
             let needed = "a tensor that broadcasts to the product";
-            return Err(ErrorKind::shape(self.shape()).error("operands", found, needed, "reshape the tensor"));
+            let error = ErrorKind::shape(self.shape()).error("operands", found, needed, "reshape the tensor");
+            return Err(name_call(error, "add", &[product, self], Location::caller()));
         }
         let this = &for_sum_with(product, self)?;
         // Integers take the integer part of the factors.
