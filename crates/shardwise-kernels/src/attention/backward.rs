@@ -139,9 +139,9 @@ fn backward<F: AttentionFloat, const MR: usize, const L: usize>(
 /// Calls whose products have fewer multiplications do not ask for the number of threads.
 const MIN_WORK_FOR_SEPARATE_PASSES: usize = 1 << 20;
 
-/// Queries per block: as many as fill [`TILES`] vectors together with the heads of a group.
+/// Queries per block: as many as fill [`TILES`] vectors together with the heads of a group. A rank may have no query head.
 fn queries_per_block(problem: &Problem<'_>, lanes: usize) -> usize {
-    (TILES * lanes / problem.groups).clamp(1, problem.queries.max(1))
+    (TILES * lanes / problem.groups.max(1)).clamp(1, problem.queries.max(1))
 }
 
 /// Which gradients a pass computes: those of keys and values, those of queries, or both.

@@ -155,7 +155,7 @@ impl Case {
             false => t,
         };
         let query_shape =
-            |size| if groups > 1 { vec![heads, groups, queries, size] } else { vec![heads, queries, size] };
+            |size| if groups != 1 { vec![heads, groups, queries, size] } else { vec![heads, queries, size] };
         let q = tensor(&data.q, &query_shape(size));
         let (k, v) =
             (turned(tensor(&data.k, &[heads, keys, size])), turned(tensor(&data.v, &[heads, keys, value_size])));
@@ -213,7 +213,12 @@ fn cases() -> Vec<Case> {
         Case { blocks: true, causal: true, offset: 100, mask: 3, ..long },
         Case { causal: true, ..grouped.clone() },
         Case { causal: true, mask: 1, window: Some(9), p: 0.3, ..grouped.clone() },
-        Case { blocks: true, p: 0.2, ..grouped },
+        Case { blocks: true, p: 0.2, ..grouped.clone() },
+        // What a rank without query heads, queries, keys or key heads has.
+        Case { groups: 0, causal: true, ..grouped.clone() },
+        Case { queries: 0, ..grouped.clone() },
+        Case { keys: 0, ..grouped.clone() },
+        Case { heads: 0, ..grouped },
     ]
 }
 

@@ -15,18 +15,21 @@ fn layouts() -> Vec<(&'static str, ParallelismConfig)> {
         sequence_parallel,
     };
     let (replicated, sharded) = (DataParallelMode::Replicate, DataParallelMode::FullyShard);
-    vec![
+    let mut layouts = vec![
         ("dp=1", parallelism(replicated, false, false)),
         ("dp=4", parallelism(replicated, false, false)),
         ("dp=4", parallelism(sharded, false, false)),
         ("dp=3", parallelism(sharded, false, false)),
-        ("tp=2", parallelism(replicated, true, false)),
-        ("tp=4", parallelism(replicated, true, false)),
         ("dp=2,tp=2", parallelism(replicated, true, false)),
         ("dp=2,tp=2", parallelism(sharded, true, false)),
-        ("tp=2", parallelism(replicated, true, true)),
         ("dp=2,tp=2", parallelism(sharded, true, true)),
-    ]
+        // Ranks without key heads, and with five query heads without those.
+        ("dp=2,tp=3", parallelism(sharded, true, true)),
+    ];
+    for mesh in ["tp=1", "tp=2", "tp=3", "tp=4", "tp=5", "tp=6", "tp=7", "tp=8"] {
+        layouts.extend([false, true].map(|sequence| (mesh, parallelism(replicated, true, sequence))));
+    }
+    layouts
 }
 
 pub(crate) fn check() {
