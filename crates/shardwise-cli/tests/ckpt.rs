@@ -178,10 +178,54 @@ fn unreadable_entries_are_listed_and_an_existing_checkpoint_is_kept_on_request()
     let seen: Value = serde_json::from_str(&printed(&["inspect", text(&source), "--json"])).unwrap();
     assert!(seen["unreadable"]["names"].is_string() && seen["save_id"].is_string(), "{seen}");
     let to = scratch.0.join("torch");
-    let said = printed(&["convert", text(&source), text(&to), "--to", "torch", "--keep-existing"]);
+    // A complex tensor cannot be read; Python objects are left out without a flag.
+    let flags = ["--to", "torch", "--keep-existing", "--skip-unreadable"];
+    let said = printed(&[&["convert", text(&source), text(&to)], &flags[..]].concat());
     assert!(said.contains("cannot be read") && said.contains("args"), "{said}");
     assert!(to.join("pytorch_model.bin").is_file());
-    let refused = ckpt(&["convert", text(&source), text(&to), "--to", "torch", "--keep-existing"]);
+    let refused = ckpt(&[&["convert", text(&source), text(&to)], &flags[..]].concat());
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(!refused.status.success() && said.contains("already"), "{said}");
+}
+
+/// Sets a bit of a ZIP header in the archive of `key`, which says that the entry is encrypted.
+fn damage_archive(checkpoint: &Path, key: &str) {
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(checkpoint), "--json"])).unwrap();
+    let chunk = &seen["tensors"][key]["parts"][0];
+    let file = checkpoint.join(chunk["file"].as_str().unwrap());
+    let offset = chunk["offset"].as_u64().unwrap() as usize;
+    let mut bytes = std::fs::read(&file).unwrap();
+    let central = bytes[offset..].windows(4).position(|window| window == b"PK\x01\x02").unwrap() + offset;
+    // Byte 8 of a central header has the flags.
+    bytes[central + 8] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+}
+
+#[test]
+fn a_tensor_that_cannot_be_read_is_damage_and_convert_asks() {
+    let scratch = Scratch::new("unreadable-tensor");
+    for format in ["dcp", "torch"] {
+        let (damaged, to) = (scratch.0.join(format), scratch.0.join(format!("{format}-to")));
+        printed(&["convert", text(&sample("nested")), text(&damaged), "--to", format]);
+        let key = "model.layer.weight";
+        damage_archive(&damaged, key);
+        let found = ckpt(&["verify", text(&damaged)]);
+        let said = String::from_utf8_lossy(&found.stdout).into_owned();
+        assert!(found.status.code() == Some(1) && said.contains("NOT intact"), "{format}: {said}");
+        let refused = ckpt(&["convert", text(&damaged), text(&to)]);
+        assert!(!refused.status.success() && !to.exists(), "{format}: converted without {key}");
+        if format == "torch" {
+            // One archive has everything: nothing is left to convert.
+            continue;
+        }
+        assert!(said.contains(key), "{said}");
+        let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(error.contains(key) && error.contains("--skip-unreadable"), "{error}");
+        let said = printed(&["convert", text(&damaged), text(&to), "--skip-unreadable"]);
+        assert!(said.contains("1 entries left out") && said.contains(key), "{said}");
+        printed(&["verify", text(&to)]);
+        printed(&["convert", text(&damaged), text(&to), "--exclude", r"model\.layer\.weight"]);
+        let resharded = ckpt(&["reshard", text(&damaged), text(&to), "--mesh", "dp=2"]);
+        assert!(!resharded.status.success(), "reshard left {key} out");
+    }
 }

@@ -71,7 +71,10 @@ fn loading_an_unreadable_entry_is_an_error_with_the_reason_and_other_entries_loa
     // A conversion leaves them out and says so; bytes are kept.
     let scratch = Scratch::new("unreadable");
     let to = scratch.0.join("native");
-    let done = checkpoint::convert(&path, &to, &ConvertOptions::to(Format::Native), &|_| {}).unwrap();
+    let error = checkpoint::convert(&path, &to, &ConvertOptions::to(Format::Native), &|_| {}).unwrap_err();
+    assert_eq!((error.kind(), to.exists()), (Some(&ErrorKind::Damaged), false), "{error}");
+    let options = ConvertOptions { skip_unreadable: true, ..ConvertOptions::to(Format::Native) };
+    let done = checkpoint::convert(&path, &to, &options, &|_| {}).unwrap();
     assert!(UNREADABLE.iter().all(|(key, _)| done.unreadable.iter().any(|left| left == key)), "{done:?}");
     let converted = checkpoint::open(&to).unwrap();
     assert_eq!(converted.value("raw").unwrap(), Value::Bytes(vec![0, 1, 0xfe, 0xff]));
@@ -130,6 +133,8 @@ fn a_transformed_chunk_makes_its_entry_unreadable_only() {
     let catalog = checkpoint::open(recorded("transformed")).unwrap();
     assert!(catalog.unreadable["weight"].contains("transformation"), "{:?}", catalog.unreadable);
     assert_eq!(catalog.value("step").unwrap(), Value::Int(3));
+    let found = checkpoint::verify(recorded("transformed"), &|_| {});
+    assert!(!found.is_intact() && found.problems[0].contains("\"weight\""), "{:?}", found.problems);
 }
 
 /// The recorded matrix is 5 x 7 with a scale per block of 2 x 3: rows and columns of a rank cross borders of blocks.

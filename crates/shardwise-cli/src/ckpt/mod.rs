@@ -48,7 +48,7 @@ Examples:
   shardwise ckpt diff run/ other-run/ --rtol 1e-2 --json";
 
 const VERIFY_EXAMPLES: &str = "\
-The exit code is 1 if something is missing or damaged.
+The exit code is 1 if something is missing or damaged, or a tensor is named and cannot be read.
 
 Examples:
   shardwise ckpt verify shardwise-out/checkpoints/step-00000300
@@ -183,6 +183,9 @@ struct WriteOptions {
     /// Fail if the directory to write already has a checkpoint, instead of replacing it
     #[arg(long)]
     keep_existing: bool,
+    /// Leave out tensors that are named and cannot be read, and list them, instead of failing
+    #[arg(long)]
+    skip_unreadable: bool,
     /// Maximum size of a file in MB; a larger tensor gets a file for itself
     #[arg(long, default_value_t = 5000)]
     max_file_mb: usize,
@@ -217,7 +220,15 @@ impl WriteOptions {
         let element = self.dtype;
         let (select, rename) = (Arc::new(select), Arc::new(rename));
         let overwrite = !self.keep_existing;
-        Ok(ConvertOptions { element, select, rename, overwrite, max_file_bytes, ..ConvertOptions::to(self.format) })
+        Ok(ConvertOptions {
+            element,
+            select,
+            rename,
+            overwrite,
+            skip_unreadable: self.skip_unreadable,
+            max_file_bytes,
+            ..ConvertOptions::to(self.format)
+        })
     }
 }
 
@@ -320,6 +331,7 @@ fn verify(path: &Path, json: bool) -> Result<bool> {
             "without_checksum": found.without_checksum,
             "without_block_checksums": found.without_block_checksums,
             "problems": found.problems,
+            "python_objects": found.python_objects,
             "strangers": found.unknown_files,
             "values": found.catalog.as_ref().map(|c| &c.values),
         });
@@ -328,6 +340,10 @@ fn verify(path: &Path, json: bool) -> Result<bool> {
     }
     found.problems.iter().try_for_each(|problem| writeln!(out, "problem: {problem}"))?;
     found.unknown_files.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
+    if !found.python_objects.is_empty() {
+        let keys = found.python_objects.join(", ");
+        writeln!(out, "Python objects, which no other program reads and `convert` leaves out: {keys}")?;
+    }
     let (verified, without) = (found.verified, found.without_checksum);
     match (found.is_intact(), verified) {
         (true, 0) if without > 0 => writeln!(

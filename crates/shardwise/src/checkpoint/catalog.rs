@@ -1,6 +1,6 @@
 //! An opened checkpoint: its metadata, and the files to read it from.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -33,6 +33,9 @@ pub struct Catalog {
     /// Entries that are present and cannot be read, by flat key, with the reason: instances of Python classes, sets, integers
     /// beyond 64 bits, tensors of unknown types. They do not hinder other entries; loading one is an error with the reason.
     pub unreadable: BTreeMap<String, String>,
+    /// The keys among [`unreadable`](Self::unreadable) of plain Python objects, which were read without damage. Every other key
+    /// there is of a tensor or of an archive that cannot be read, which [`verify`](super::verify()) reports as a problem.
+    pub python_objects: BTreeSet<String>,
     /// Version of the format, if the checkpoint states one.
     pub version: Option<String>,
     /// Identifier of the save that wrote the checkpoint, if it has one. Two saves of the same state have different ones.
@@ -45,9 +48,9 @@ pub struct Catalog {
 impl Catalog {
     /// A catalog of contents that have been validated.
     pub(super) fn new(format: Format, contents: Contents, files: Arc<Files>) -> Self {
-        let Contents { tensors, values, paths, unreadable, version, save_id } = contents;
+        let Contents { tensors, values, paths, unreadable, python_objects, version, save_id } = contents;
         let directory = files.directory().to_path_buf();
-        Catalog { format, directory, tensors, values, paths, unreadable, version, save_id, files }
+        Catalog { format, directory, tensors, values, paths, unreadable, python_objects, version, save_id, files }
     }
 
     /// A hash of the metadata, equal on all ranks that opened the same checkpoint.
@@ -104,6 +107,13 @@ impl Catalog {
         bytes.resize(length, 0);
         self.files.read_box(key, tensor, part, &mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Tensors and archives that are named and cannot be read, with the reason: [`unreadable`](Self::unreadable) without
+    /// [`python_objects`](Self::python_objects).
+    pub fn unreadable_data(&self) -> impl Iterator<Item = (&str, &str)> {
+        let is_data = |(key, _): &(&String, &String)| !self.python_objects.contains(*key);
+        self.unreadable.iter().filter(is_data).map(|(key, reason)| (key.as_str(), reason.as_str()))
     }
 
     /// Total size of all tensors in bytes, in their stored types.
@@ -173,7 +183,7 @@ impl Catalog {
 }
 
 /// The error for an entry that is present and cannot be read.
-fn cannot_read(key: &str, reason: &str) -> Error {
+pub(super) fn cannot_read(key: &str, reason: &str) -> Error {
     let found = format!("entry {key:?}, which is {reason}");
     let fix = "leave it out of the load, or save it with PyTorch as tensors and plain values";
     ErrorKind::Unsupported.error("checkpoint", found, "an entry that can be read without executing code", fix)

@@ -47,6 +47,9 @@ pub struct ConvertOptions {
     pub file_of: Option<FileOfFn>,
     /// Whether a checkpoint that exists at the target is replaced; true by default. If false, it is an error and stays.
     pub overwrite: bool,
+    /// Whether tensors that are named and cannot be read are left out; false by default, which makes them an error. Python
+    /// objects ([`Catalog::python_objects`]) are left out either way.
+    pub skip_unreadable: bool,
     /// Largest size of a file of whole tensors, unless a single tensor is larger; 5 GB by default.
     pub max_file_bytes: usize,
 }
@@ -64,6 +67,7 @@ impl ConvertOptions {
             reshard: None,
             file_of: None,
             overwrite: true,
+            skip_unreadable: false,
             max_file_bytes: 5_000_000_000,
         }
     }
@@ -95,7 +99,7 @@ pub struct Conversion {
 /// # Errors
 /// [`ErrorKind::Argument`] if `to` contains the source, two keys get the same name or nothing is selected;
 /// [`ErrorKind::Unsupported`] for a read-only format or a type that cannot be converted; [`ErrorKind::Damaged`] if a checksum of the
-/// source does not match.
+/// source does not match, or a selected tensor cannot be read and [`ConvertOptions::skip_unreadable`] is false.
 #[doc(alias = "dcp_to_torch_save")]
 #[doc(alias = "torch_save_to_dcp")]
 pub fn convert(
@@ -142,6 +146,7 @@ pub(crate) fn convert_beside(
         ));
     }
     check_overwrite(to, options.overwrite)?;
+    check_readable(&source, options)?;
     let unreadable = source.unreadable.keys().filter(|key| (options.select)(key)).cloned().collect();
     let (mut contents, left_out) = contents_to_write(&source, options, writer)?;
     let plan = plan_files(&source, &contents, options, writer)?;
@@ -158,6 +163,20 @@ pub(crate) fn convert_beside(
     finish_checkpoint(writer, staging.path(), contents, files)?;
     staging.commit()?;
     Ok(done)
+}
+
+/// Refuses a source with selected tensors that cannot be read, unless they may be left out.
+fn check_readable(source: &Catalog, options: &ConvertOptions) -> Result<()> {
+    let mut lost = source.unreadable_data().filter(|(key, _)| !options.skip_unreadable && (options.select)(key));
+    let Some((key, reason)) = lost.next() else { return Ok(()) };
+    let more = match lost.count() {
+        0 => String::new(),
+        count => format!(", and {count} more"),
+    };
+    let found = format!("{key:?}, which cannot be read ({reason}){more}");
+    let needed = "every selected tensor";
+    let fix = "copy the checkpoint again, or leave such entries out (`skip_unreadable`, --skip-unreadable)";
+    Err(ErrorKind::Damaged.error("checkpoint to convert", found, needed, fix))
 }
 
 /// The checkpoint to convert, and the files to write beside its tensors. A GGUF file becomes a Hugging Face directory with the

@@ -1,6 +1,6 @@
 //! Checkpoint metadata, independent of the format: tensors as chunks at offsets in files, and values.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
 
 use candle_core::DType;
@@ -28,6 +28,8 @@ pub struct Contents {
     pub paths: BTreeMap<String, Vec<Key>>,
     /// Entries that cannot be read, such as instances of Python classes, by flat key, with the reason.
     pub unreadable: BTreeMap<String, String>,
+    /// The keys among [`unreadable`](Self::unreadable) of plain Python objects: read without damage, and nothing here holds them.
+    pub python_objects: BTreeSet<String>,
     /// Version of the format, if the checkpoint states one.
     pub version: Option<String>,
     /// Identifier of the save that wrote the checkpoint, if it has one.
@@ -206,6 +208,17 @@ impl Contents {
         let key = self.free_key(&path)?;
         self.unreadable.insert(key.clone(), reason);
         self.paths.insert(key, path);
+        Ok(())
+    }
+
+    /// Lists an object of Python that was read without damage and that no [`Value`] can hold, with its description.
+    ///
+    /// # Errors
+    /// As [`add_tensor`](Self::add_tensor).
+    pub fn add_python_object(&mut self, path: Vec<Key>, reason: String) -> Result<()> {
+        let key = flat_key(&path);
+        self.add_unreadable(path, reason)?;
+        self.python_objects.insert(key);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::catalog::Catalog;
+use super::catalog::{Catalog, cannot_read};
 use super::element::ElementType;
 use super::files::Files;
 use super::open::open;
@@ -27,6 +27,8 @@ pub struct Verification {
     pub without_block_checksums: usize,
     /// The errors that were found, one message each.
     pub problems: Vec<String>,
+    /// Keys of plain Python objects, such as an `argparse.Namespace`, whose bytes are intact and which nothing here can hold.
+    pub python_objects: Vec<String>,
     /// Files in the directory that are not part of the checkpoint.
     pub unknown_files: Vec<String>,
 }
@@ -43,6 +45,8 @@ const READ_BYTES: u64 = 4 << 20;
 
 /// Reads a whole checkpoint, verifies all checksums and checks that the chunks cover their tensors without gaps or overlaps.
 ///
+/// A tensor that is named and cannot be read is a problem: its elements are lost to every reader.
+///
 /// Local: needs no world; uses all cores. Continues after an error and returns all of them in [`Verification::problems`].
 /// `progress` is called with numbers of bytes.
 pub fn verify(path: impl AsRef<Path>, progress: &(dyn Fn(u64) + Sync)) -> Verification {
@@ -57,6 +61,7 @@ pub fn verify(path: impl AsRef<Path>, progress: &(dyn Fn(u64) + Sync)) -> Verifi
                 without_checksum: 0,
                 without_block_checksums: 0,
                 problems,
+                python_objects: Vec::new(),
                 unknown_files,
             };
         }
@@ -76,14 +81,17 @@ pub fn verify(path: impl AsRef<Path>, progress: &(dyn Fn(u64) + Sync)) -> Verifi
     let without_checksum = results.iter().filter(|r| matches!(r, Ok(false))).count();
     let without_block_checksums = chunks.iter().filter(|(.., c)| c.crc32.is_some() && c.blocks.is_none()).count();
     let mut problems: Vec<String> = results.into_iter().filter_map(Result::err).map(|e| e.to_string()).collect();
+    problems.extend(catalog.unreadable_data().map(|(key, reason)| cannot_read(key, reason).to_string()));
     problems.extend(catalog.format.0.verify(files).err().map(|e| e.to_string()));
     let unknown_files = unknown_files(&catalog);
+    let python_objects = catalog.python_objects.iter().cloned().collect();
     Verification {
         catalog: Some(catalog),
         verified,
         without_checksum,
         without_block_checksums,
         problems,
+        python_objects,
         unknown_files,
     }
 }

@@ -48,8 +48,10 @@ pub(in crate::checkpoint) enum TorchLeaf {
     Tensor(LocatedTensor),
     /// Any other object that is a plain value.
     Value(Value),
-    /// An object that is neither, and why it cannot be read.
+    /// A tensor or an archive that cannot be read, and why.
     Unreadable(String),
+    /// An object of Python that no [`Value`] can hold, and what it is.
+    Object(String),
 }
 
 impl TorchLeaf {
@@ -58,6 +60,7 @@ impl TorchLeaf {
         match self {
             TorchLeaf::Value(value) => contents.add_value(path, value),
             TorchLeaf::Unreadable(reason) => contents.add_unreadable(path, reason),
+            TorchLeaf::Object(reason) => contents.add_python_object(path, reason),
             TorchLeaf::Tensor(located) => contents.add_tensor(path, located.whole(file)),
         }
     }
@@ -143,7 +146,7 @@ impl<'a> TorchArchive<'a> {
             }
             Object::Dict(_) => {
                 let reason = "a dict with keys that are not strings or numbers".to_string();
-                leaves.push((path.clone(), TorchLeaf::Unreadable(reason)));
+                leaves.push((path.clone(), TorchLeaf::Object(reason)));
                 return Ok(());
             }
             Object::List(entries) if self.holds(&mut entries.iter().copied(), true, depth, budget)? => entries,
@@ -152,9 +155,7 @@ impl<'a> TorchArchive<'a> {
                 *budget = budget.saturating_sub(length(path));
                 let leaf = match self.pickle.value(id, depth, budget) {
                     Ok(value) => TorchLeaf::Value(value),
-                    Err(error) => {
-                        TorchLeaf::Unreadable(unreadable(error).map_err(|error| at_key(error, &flat_key(path)))?)
-                    }
+                    Err(error) => TorchLeaf::Object(unreadable(error).map_err(|error| at_key(error, &flat_key(path)))?),
                 };
                 leaves.push((path.clone(), leaf));
                 return Ok(());

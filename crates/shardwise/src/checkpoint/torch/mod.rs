@@ -69,6 +69,7 @@ impl CheckpointFormat for Torch {
             all.paths.extend(found.paths.iter().filter(|(key, _)| of_values(key)).map(|(k, p)| (k.clone(), p.clone())));
             all.values.extend(found.values);
             all.unreadable.extend(found.unreadable);
+            all.python_objects.extend(found.python_objects);
             all.tensors.extend(found.tensors.into_iter().filter(|(key, _)| of_file(key)));
             all.paths.extend(found.paths.into_iter().filter(|(key, _)| of_file(key)));
         }
@@ -130,7 +131,9 @@ fn contents(files: &Files, name: &str) -> Result<Contents> {
     for (path, leaf) in saved.flatten(&[])? {
         if path.is_empty() {
             let found = match leaf {
-                TorchLeaf::Unreadable(reason) => format!("nothing but {reason}; nothing was executed"),
+                TorchLeaf::Unreadable(reason) | TorchLeaf::Object(reason) => {
+                    format!("nothing but {reason}; nothing was executed")
+                }
                 _ => "one tensor or value".to_string(),
             };
             let needed = "a dict or list of tensors";
