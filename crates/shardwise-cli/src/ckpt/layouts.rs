@@ -114,15 +114,41 @@ impl CheckpointLayouts {
     }
 }
 
-/// The dimension on which tensor parallelism shards a weight of a transformer.
+/// The dimension on which tensor parallelism shards a weight of a transformer, or the state that an optimizer has for each of its
+/// elements, such as `up.weight.exp_avg`: a run keeps that in the layout of the weight.
 fn tensor_parallel_dim(key: &str, shape: &[usize]) -> Option<usize> {
-    let mut components = key.rsplit('.');
-    let kind = components.next()?;
-    let module = components.next()?;
+    let components: Vec<&str> = key.split('.').collect();
+    let (module, kind) = match components[..] {
+        // Adafactor's sums over rows and columns have other shapes than the weight.
+        [.., "weight" | "bias", "row_var" | "col_var"] => return None,
+        [.., module, kind @ ("weight" | "bias"), _] | [.., module, kind] => (module, kind),
+        _ => return None,
+    };
     match kind {
-        "weight" if BY_COLUMNS.contains(&module) && !shape.is_empty() => Some(0),
-        "bias" if BY_COLUMNS.contains(&module) && !shape.is_empty() => Some(0),
+        "weight" | "bias" if BY_COLUMNS.contains(&module) && !shape.is_empty() => Some(0),
         "weight" if BY_ROWS.contains(&module) && shape.len() > 1 => Some(1),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tensor_parallel_dim;
+
+    #[test]
+    fn optimizer_state_is_sharded_like_its_weight() {
+        let cases: [(&str, &[usize], Option<usize>); 8] = [
+            ("blocks.0.mlp.up.weight", &[8, 4], Some(0)),
+            ("optimizer.blocks.0.mlp.up.weight.exp_avg", &[8, 4], Some(0)),
+            ("optimizer.blocks.0.mlp.up.bias.exp_avg_sq", &[8], Some(0)),
+            ("optimizer.blocks.0.mlp.down.weight.momentum_buffer", &[4, 8], Some(1)),
+            ("optimizer.blocks.0.mlp.down.bias.exp_avg", &[4], None),
+            ("optimizer.blocks.0.mlp.up.weight.step", &[], None),
+            ("optimizer.blocks.0.mlp.up.weight.col_var", &[1, 4], None),
+            ("weight", &[8, 4], None),
+        ];
+        for (key, shape, dim) in cases {
+            assert_eq!(tensor_parallel_dim(key, shape), dim, "{key}");
+        }
     }
 }
