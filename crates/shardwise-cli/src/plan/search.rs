@@ -87,12 +87,11 @@ fn row(report: &StepReport) -> CandidateRow {
     }
 }
 
-/// All divisions of the ranks into dp and tp that fit the heads of the model, with all plans for each.
+/// All divisions of the ranks into dp and tp, with all plans for each. Heads need not divide: tensor parallelism takes any number.
 fn candidates(job: &PlanJob) -> Result<Vec<PlanJob>> {
     let ranks = job.mesh.size();
-    let (_, key_heads) = job.config.heads();
     let mut all = Vec::new();
-    for tp in (1..=ranks.min(MAX_TP)).filter(|tp| ranks.is_multiple_of(*tp) && key_heads.is_multiple_of(*tp)) {
+    for tp in (1..=ranks.min(MAX_TP)).filter(|tp| ranks.is_multiple_of(*tp)) {
         let dp = ranks / tp;
         let mesh = match (dp, tp) {
             (dp, 1) => Mesh::new([("dp", dp)])?,
