@@ -20,7 +20,8 @@ use shardwise_kernels::{NormPartial, norm_partial};
 /// gradients into the layouts of their parameters, and one number per rank. In a dry run the norm is NaN.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) without parameters, or if `norm_type` or `max_norm` is out of range.
+/// [`Error::Invalid`](crate::Error::Invalid) without parameters, if `norm_type` or `max_norm` is out of range, or if there are
+/// gradients but none belongs to the current value of one of the parameters.
 ///
 /// ```
 /// use shardwise::optim::clip_grad_norm;
@@ -61,7 +62,7 @@ pub fn clip_grad_norm<'a>(
     let Some(world) = leaves.first().map(|leaf| leaf.device_mesh().world().clone()) else {
         return Err(ErrorKind::Optimizer.error("parameters", "none", "at least one", "name the parameters to clip"));
     };
-    let (own, others) = gradients.split(&leaves);
+    let (own, others) = split_own(gradients, &leaves)?;
     let own = own.in_param_layout()?;
     let total = in_phase(Phase::Update, || total_norm(&own, &world, norm_type))?;
     // PyTorch's constant, which keeps a zero norm from dividing by zero.
@@ -78,7 +79,8 @@ pub fn clip_grad_norm<'a>(
 /// Collective: gradients that are partial sums are reduced first.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) if `clip_value` is negative or NaN.
+/// [`Error::Invalid`](crate::Error::Invalid) if `clip_value` is negative or NaN, or if there are gradients but none belongs to the
+/// current value of one of the parameters.
 #[doc(alias = "clip_grad_value_")]
 #[track_caller]
 pub fn clip_grad_value<'a>(
@@ -90,12 +92,31 @@ pub fn clip_grad_value<'a>(
         return Err(ErrorKind::Optimizer.error("clip value", clip_value, "a number from 0", "it bounds sizes"));
     }
     let leaves: Vec<DTensor> = params.into_iter().map(Param::get).collect();
-    let (own, others) = gradients.split(&leaves);
+    let (own, others) = split_own(gradients, &leaves)?;
     // Partial sums must be reduced first: clamping does not commute with adding.
     let own = own.in_param_layout()?;
     let clamp = |gradient: &DTensor| gradient.clamp(Some(-clip_value), Some(clip_value));
     let clamped = in_phase(Phase::Update, || own.map(clamp))?;
     clamped.accumulate(others)
+}
+
+/// Divides gradients into those of some parameters and those of other leaves.
+///
+/// # Errors
+/// If there are gradients but none belongs to the parameters: these are of another model, or were replaced since.
+#[track_caller]
+pub(super) fn split_own(gradients: Gradients, leaves: &[DTensor]) -> Result<(Gradients, Gradients)> {
+    let given = gradients.len();
+    let (own, others) = gradients.split(leaves);
+    if own.is_empty() && given > 0 {
+        return Err(ErrorKind::Optimizer.error(
+            "gradients",
+            format!("{given} gradient(s), none of them of a parameter among the {} given ones", leaves.len()),
+            "gradients of the current values of the parameters",
+            "name the parameters of the model that computed the loss, and call get() on them anew in every forward pass",
+        ));
+    }
+    Ok((own, others))
 }
 
 /// The norm of the gradients of all ranks together. Communicates one number per rank.

@@ -35,6 +35,7 @@ pub use adam::{Adam, AdamW};
 pub use adamax::Adamax;
 pub use algorithm::Algorithm;
 pub use asgd::Asgd;
+use clip::split_own;
 pub use clip::{clip_grad_norm, clip_grad_value};
 pub use grad_scaler::GradScaler;
 pub use group::ParamGroup;
@@ -233,16 +234,7 @@ impl ShardedOptimizer {
     pub fn step(&mut self, gradients: Gradients) -> Result<()> {
         self.groups.iter().try_for_each(ParamGroup::check)?;
         let leaves: Vec<DTensor> = self.params.iter().map(|optimized| optimized.param.get()).collect();
-        let given = gradients.len();
-        let (mut gradients, _) = gradients.split(&leaves);
-        if gradients.is_empty() && given > 0 {
-            return Err(ErrorKind::Optimizer.error(
-                "gradients",
-                format!("{given} gradient(s), none of them of a parameter of the optimizer"),
-                "gradients of the current values of the parameters",
-                "call get() on the parameters anew in every forward pass, after the step before",
-            ));
-        }
+        let (mut gradients, _) = split_own(gradients, &leaves)?;
         gradients = gradients.in_param_layout()?;
         let site = Location::caller();
         in_phase(Phase::Update, || {
@@ -354,7 +346,7 @@ impl ShardedOptimizer {
         self.load(state, groups, |tensor, mesh, layout| {
             // Tensors of merged dimensions have either shape.
             let tensor = tensor.reshape(layout.shape())?;
-            DTensor::distribute_tensor(&tensor, mesh, layout.placements().to_vec(), None)
+            DTensor::distribute_to_layout(&tensor, mesh, layout, None)
         })
     }
 
