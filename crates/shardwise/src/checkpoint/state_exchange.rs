@@ -250,7 +250,7 @@ struct SentEntry {
 /// A whole tensor of one rank in the layout of `like`. Collective.
 fn moved_to(like: &DTensor, whole: &DTensor) -> Result<DTensor> {
     let to = like.layout().reduced();
-    whole.to_mesh(like.device_mesh(), to.placements().to_vec())?.to_layout(&to)
+    whole.to_mesh_layout(like.device_mesh(), &to)
 }
 
 /// Received parts as the template has the entry.

@@ -260,10 +260,8 @@ pub fn load_adapter(world: &World, path: impl AsRef<Path>, model: &dyn Model) ->
         let Some((new_a, new_b)) = layers.get(&path) else { continue };
         for (param, value) in [(a, new_a), (b, new_b)] {
             let now = param.get();
-            let (mesh, layout) = (now.device_mesh(), now.layout());
-            let placements = layout.placements().to_vec();
-            let value = DTensor::distribute_tensor(&value.to_dtype(now.dtype())?, mesh, placements, None)?;
-            param.set(&value.to_layout(layout)?)?;
+            let value = value.to_dtype(now.dtype())?;
+            param.set(&DTensor::distribute_to_layout(&value, now.device_mesh(), now.layout(), None)?)?;
         }
     }
     Ok(lora)

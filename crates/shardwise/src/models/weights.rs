@@ -98,10 +98,9 @@ pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<(
         let now = param.separate()?;
         let part = part.to_dtype(now.dtype())?;
         let mesh = now.device_mesh();
-        let all = now.layout().reduced();
         let value = match slice {
             None => {
-                DTensor::distribute_tensor(&part, mesh, all.placements().to_vec(), None)?.to_layout(now.layout())?
+                DTensor::distribute_to_layout(&part, mesh, &now.layout().reduced(), None)?.to_layout(now.layout())?
             }
             Some(index) => {
                 let replicated = vec![Placement::Replicate; mesh.ndim()];

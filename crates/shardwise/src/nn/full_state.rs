@@ -134,7 +134,7 @@ pub(super) fn load_state<M: Module + ?Sized>(
                         "load from another rank",
                     )
                 })?;
-                DTensor::distribute_tensor(&whole, mesh, like.placements().to_vec(), Some(position))?
+                DTensor::distribute_to_layout(&whole, mesh, like.layout(), Some(position))?
             }
             Some(any) => {
                 let everywhere = vec![Placement::Replicate; any.placements().len()];

@@ -98,7 +98,7 @@ impl ShardedOptimizer {
                 true => tensor.reshape(layout.shape())?,
                 false => stand_in(&(layout.shape().to_vec(), tensor.dtype().as_str().to_string()))?,
             };
-            DTensor::distribute_tensor(&tensor, mesh, layout.placements().to_vec(), Some(position))
+            DTensor::distribute_to_layout(&tensor, mesh, layout, Some(position))
         })
     }
 }

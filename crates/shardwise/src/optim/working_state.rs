@@ -96,7 +96,7 @@ pub(super) fn placed(tensor: &DTensor, mesh: &DeviceMesh, layout: &Layout, dtype
     if tensor.layout().mesh() == layout.mesh() {
         return tensor.to_layout(layout);
     }
-    tensor.to_mesh(mesh, layout.placements().to_vec())?.to_layout(layout)
+    tensor.to_mesh_layout(mesh, layout)
 }
 
 /// The elements of a local shard, or that many copies of an initial value.

@@ -220,36 +220,58 @@ impl DTensor {
         if let Some(backend) = foreign::backend_for(mesh.device_type())? {
             return backend.distribute_tensor(tensor, mesh, &placements);
         }
-        let layout = || -> Result<Layout> {
-            let to = Layout::new(mesh.mesh(), tensor.dims(), placements.clone())?;
-            check_partial(&to, tensor.dtype())?;
-            check_stored(tensor)?;
-            Ok(to)
-        };
-        if !mesh.contains(mesh.world().rank()) {
-            return Ok(DTensor::from_parts(mesh, layout()?, placeholder(&TensorMeta::new(0, tensor.dtype()))?));
-        }
-        let Some(source) = src_data_rank else {
-            let to = layout()?;
-            let whole = Layout::replicated(mesh.mesh(), tensor.dims())?;
-            check_room(&to, tensor.dtype(), mesh.world().is_dry())?;
-            // Slicing a part copies it. A part that is the whole tensor is copied here, because the program may write to it.
-            let is_slice = to.local_shape(mesh.world().rank()) != tensor.dims();
-            let local = if is_slice && !mesh.world().is_dry() {
-                contiguous(&immutable(tensor)?)?
-            } else {
-                copied(mesh, tensor)?
-            };
-            return DTensor::from_parts(mesh, whole, local).to_layout_at(&to, site);
-        };
-        // Ranks agree first: an error after that is the same on every rank.
-        let group = mesh.whole_group()?;
-        agree_on_source(tensor, &group, source, &placements, site)?;
-        let to = layout()?;
-        let scattered = to.reduced();
-        let local = scatter_boxes(tensor, &group, &scattered, source, site)?;
-        DTensor::from_parts(mesh, scattered, local).to_layout_at(&to, site)
+        let layout = || Layout::new(mesh.mesh(), tensor.dims(), placements.clone());
+        distribute(tensor, mesh, layout, src_data_rank, placements_hash(&placements), site)
     }
+
+    /// As [`distribute_tensor`](Self::distribute_tensor), to a layout, which may shard a dimension by several axes in another
+    /// order than that of the mesh.
+    #[track_caller]
+    pub(crate) fn distribute_to_layout(
+        tensor: &Tensor,
+        mesh: &DeviceMesh,
+        layout: &Layout,
+        src_data_rank: Option<usize>,
+    ) -> Result<DTensor> {
+        distribute(tensor, mesh, || Ok(layout.clone()), src_data_rank, hash_of(layout), Location::caller())
+    }
+}
+
+/// `layout` may fail: with a source rank, ranks compare what they want (`wanted`, a hash) before the error.
+fn distribute(
+    tensor: &Tensor,
+    mesh: &DeviceMesh,
+    layout: impl Fn() -> Result<Layout>,
+    src_data_rank: Option<usize>,
+    wanted: u64,
+    site: Site,
+) -> Result<DTensor> {
+    let layout = || -> Result<Layout> {
+        let to = layout()?;
+        check_partial(&to, tensor.dtype())?;
+        check_stored(tensor)?;
+        Ok(to)
+    };
+    if !mesh.contains(mesh.world().rank()) {
+        return Ok(DTensor::from_parts(mesh, layout()?, placeholder(&TensorMeta::new(0, tensor.dtype()))?));
+    }
+    let Some(source) = src_data_rank else {
+        let to = layout()?;
+        let whole = Layout::replicated(mesh.mesh(), tensor.dims())?;
+        check_room(&to, tensor.dtype(), mesh.world().is_dry())?;
+        // Slicing a part copies it. A part that is the whole tensor is copied here, because the program may write to it.
+        let is_slice = to.local_shape(mesh.world().rank()) != tensor.dims();
+        let local =
+            if is_slice && !mesh.world().is_dry() { contiguous(&immutable(tensor)?)? } else { copied(mesh, tensor)? };
+        return DTensor::from_parts(mesh, whole, local).to_layout_at(&to, site);
+    };
+    // Ranks agree first: an error after that is the same on every rank.
+    let group = mesh.whole_group()?;
+    agree_on_source(tensor, &group, source, wanted, site)?;
+    let to = layout()?;
+    let scattered = to.reduced();
+    let local = scatter_boxes(tensor, &group, &scattered, source, site)?;
+    DTensor::from_parts(mesh, scattered, local).to_layout_at(&to, site)
 }
 
 /// Checks on every rank that replicas are equal. Collective: an all-gather of one hash per rank.
@@ -371,9 +393,9 @@ fn check_fit(layout: &Layout, shapes: &[Vec<usize>], ranks: &[usize]) -> Result<
 }
 
 /// Checks on every rank that all name the same source, type, shape and placements, and that the source is on the mesh.
-fn agree_on_source(tensor: &Tensor, group: &Group, source: usize, placements: &[Placement], site: Site) -> Result<()> {
+fn agree_on_source(tensor: &Tensor, group: &Group, source: usize, wanted: u64, site: Site) -> Result<()> {
     let shape = tensor.dims().iter().map(|&n| n as u64);
-    let values = [source as u64, tensor.dtype() as u64, placements_hash(placements)].into_iter().chain(shape).collect();
+    let values = [source as u64, tensor.dtype() as u64, wanted].into_iter().chain(shape).collect();
     group.run(&Call::Agree { what: "source rank, element type, placements and shape", values }, &[], site)?;
     if source < group.size() {
         return Ok(());

@@ -113,9 +113,14 @@ impl DTensor {
     #[doc(alias = "cross-mesh")]
     #[track_caller]
     pub fn to_mesh(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
-        let to = Layout::new(mesh.mesh(), self.shape(), placements)?;
-        check_partial(&to, self.dtype())?;
-        check_room(&to, self.dtype(), mesh.world().is_dry())?;
+        self.to_mesh_layout(mesh, &Layout::new(mesh.mesh(), self.shape(), placements)?)
+    }
+
+    /// As [`to_mesh`](Self::to_mesh), to a layout, which may have another shard order than that of the mesh.
+    #[track_caller]
+    pub(crate) fn to_mesh_layout(&self, mesh: &DeviceMesh, to: &Layout) -> Result<DTensor> {
+        check_partial(to, self.dtype())?;
+        check_room(to, self.dtype(), mesh.world().is_dry())?;
         let site = Location::caller();
         // Partial axes of the source are reduced before the move, those of the target created after it.
         let source = self.reduced(site)?;
@@ -124,7 +129,7 @@ impl DTensor {
             let layout = saved.layout(0).reduced();
             gradient.reduced(Location::caller())?.move_boxes(saved.mesh(0), layout, Location::caller())
         };
-        source.moved(moved, "to_mesh", gradient).to_layout_at(&to, site)
+        source.moved(moved, "to_mesh", gradient).to_layout_at(to, site)
     }
 
     fn move_boxes(&self, mesh: &DeviceMesh, to: Layout, site: Site) -> Result<DTensor> {
