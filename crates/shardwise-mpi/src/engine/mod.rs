@@ -129,7 +129,7 @@ pub(crate) fn run<T: Send>(
         begun: process.groups.begun(),
         sent: launch.messages.sent(),
     };
-    let all = process.service.leave(&mine)?;
+    let all = process.service.leave(&mine, matches!(result, Err(Error::PeerFailed { .. })))?;
     launch.close();
     process.service.exposed.clear();
     let unreceived = launch.messages.unreceived(&process.message_comm, |from| all[from].sent[rank])?;

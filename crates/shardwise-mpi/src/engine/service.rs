@@ -154,13 +154,15 @@ impl Service {
     }
 
     /// Reports to all ranks that the program of this one has returned, and waits for their reports, which it returns in rank
-    /// order.
-    pub(super) fn leave(&self, mine: &LaunchExit) -> Result<Vec<LaunchExit>> {
+    /// order. A rank that failed ends the job if other ranks do not leave too; one that only `followed` another rank's failure
+    /// lets that rank do so, which knows the cause.
+    pub(super) fn leave(&self, mine: &LaunchExit, followed: bool) -> Result<Vec<LaunchExit>> {
         let text = serde_json::to_vec(mine).map_err(Error::other)?;
         for rank in self.others() {
             self.notices.send(&text, rank, LEFT)?;
         }
         let since = Instant::now();
+        let grace = if followed { 2 * FAILURE_GRACE } else { FAILURE_GRACE };
         let mut status = self.status.lock();
         status.left.entry(mine.launch).or_default().insert(self.rank(), mine.clone());
         loop {
@@ -168,7 +170,7 @@ impl Service {
             if left.len() == self.notices.size() {
                 break;
             }
-            if let (Some(failed), true) = (&mine.failed, since.elapsed() > FAILURE_GRACE) {
+            if let (Some(failed), true) = (&mine.failed, since.elapsed() > grace) {
                 self.abort_job(&format!("rank {} {failed}", self.rank()));
             }
             if let Some(rank) = self.others().find(|r| status.ended[*r] && !left.contains_key(r)) {
