@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::index_range::{INDEX_BLOCK, IndexElements, IndexRange, NO_INDEX};
 use super::parallel::{SharedPtr, over_ranges};
@@ -20,26 +20,45 @@ use crate::meta::TensorMeta;
 /// # Panics
 /// If an index is not below the size of the dimension.
 pub fn index_select(x: &Tensor, dim: usize, indices: &[usize]) -> Result<Tensor> {
-    select(x, dim, &[indices.len()], |range, body| body(range.start, &indices[range]))
+    let zero = vec![0; slice_bytes(x, dim)];
+    select(x, dim, &[indices.len()], &zero, |range, body| body(range.start, &indices[range]))
 }
 
 /// Selects the slices of `x` along `dim` by an integer tensor of any shape, whose dimensions replace that one.
 ///
-/// `held` says which indices are where in `x`; the slices of missing ones are zeros. Any supported type.
+/// `held` says which indices are where in `x`; the slices of missing ones are neutral elements of a sum, see
+/// [`neutral_of_sums`]. Any supported type.
 ///
 /// # Panics
 /// If `held` has more indices than the dimension.
 pub fn index_select_by(x: &Tensor, dim: usize, index: &Tensor, held: &IndexRange) -> Result<Tensor> {
     let index = contiguous(index)?;
     let elements = IndexElements::new(&index);
-    select(x, dim, index.dims(), |range, body| elements.for_each_block(range, held, body))
+    let missing = neutral_of_sums(x.dtype()).repeat(slice_bytes(x, dim) / x.dtype().size_in_bytes());
+    select(x, dim, index.dims(), &missing, |range, body| elements.for_each_block(range, held, body))
 }
 
-/// Selects slices; `blocks` passes on the numbers and positions of indices in a range, block after block.
+/// The bytes of the number that changes no term which it is added to: -0.0 in floating point, because `-0.0 + 0.0` is `0.0`.
+pub(super) fn neutral_of_sums(dtype: DType) -> Vec<u8> {
+    let mut bytes = vec![0; dtype.size_in_bytes()];
+    if dtype.is_float() {
+        let last = if cfg!(target_endian = "little") { bytes.len() - 1 } else { 0 };
+        bytes[last] = 0x80;
+    }
+    bytes
+}
+
+/// The bytes of one slice of a dimension.
+fn slice_bytes(x: &Tensor, dim: usize) -> usize {
+    LineShape::new(x.dims(), dim).inner * x.dtype().size_in_bytes()
+}
+
+/// Selects slices, `missing` for [`NO_INDEX`]; `blocks` passes on the numbers and positions of indices in a range, block after block.
 fn select(
     x: &Tensor,
     dim: usize,
     index_shape: &[usize],
+    missing: &[u8],
     blocks: impl Fn(Range<usize>, &mut dyn FnMut(usize, &[usize])) + Sync,
 ) -> Result<Tensor> {
     let shape = [&x.dims()[..dim], index_shape, &x.dims()[dim + 1..]].concat();
@@ -66,10 +85,10 @@ fn select(
                         let to = selected.range::<u8>((first + from) * bytes);
                         let matrix = source.get().cast_const().add(matrix * n * bytes);
                         match bytes {
-                            1 => copy_slices::<[u8; 1]>(matrix, to, positions),
-                            2 => copy_slices::<[u8; 2]>(matrix, to, positions),
-                            4 => copy_slices::<[u8; 4]>(matrix, to, positions),
-                            8 => copy_slices::<[u8; 8]>(matrix, to, positions),
+                            1 => copy_slices::<[u8; 1]>(matrix, to, positions, missing),
+                            2 => copy_slices::<[u8; 2]>(matrix, to, positions, missing),
+                            4 => copy_slices::<[u8; 4]>(matrix, to, positions, missing),
+                            8 => copy_slices::<[u8; 8]>(matrix, to, positions, missing),
                             _ => {
                                 for (i, &position) in positions.iter().enumerate() {
                                     if let Some(&next) = positions.get(i + AHEAD) {
@@ -77,7 +96,7 @@ fn select(
                                     }
                                     let to = to.add(i * bytes);
                                     match position {
-                                        NO_INDEX => to.write_bytes(0, bytes),
+                                        NO_INDEX => to.copy_from_nonoverlapping(missing.as_ptr(), bytes),
                                         _ => to.copy_from_nonoverlapping(matrix.add(position * bytes), bytes),
                                     }
                                 }
@@ -112,14 +131,17 @@ fn prefetch(slice: *const u8, bytes: usize) {
 /// Copies slices of the size of `B`.
 ///
 /// # Safety
-/// Positions are [`NO_INDEX`] or those of slices that can be read from `source`; as many slices can be written at `to`.
-unsafe fn copy_slices<B: Copy>(source: *const u8, to: *mut u8, positions: &[usize]) {
+/// Positions are [`NO_INDEX`] or those of slices that can be read from `source`; as many slices can be written at `to`, and
+/// `missing` has the size of one.
+unsafe fn copy_slices<B: Copy>(source: *const u8, to: *mut u8, positions: &[usize], missing: &[u8]) {
     let (source, to) = (source.cast::<B>(), to.cast::<B>());
+    // SAFETY: the caller's promise; an array of bytes needs no alignment.
+    let missing = unsafe { missing.as_ptr().cast::<B>().read() };
     for (i, &position) in positions.iter().enumerate() {
-        // SAFETY: the caller's promise; arrays of bytes need no alignment, and zero bytes are an array.
+        // SAFETY: the caller's promise; arrays of bytes need no alignment.
         unsafe {
             match position {
-                NO_INDEX => to.add(i).write(std::mem::zeroed()),
+                NO_INDEX => to.add(i).write(missing),
                 _ => to.add(i).write(source.add(position).read()),
             }
         }
@@ -128,7 +150,7 @@ unsafe fn copy_slices<B: Copy>(source: *const u8, to: *mut u8, positions: &[usiz
 
 /// Selects one element of `x` for every element of an integer tensor, as `torch.gather`.
 ///
-/// `held` says which indices are where along `dim` of `x`; the results of missing ones are zero. The other coordinates are those
+/// `held` says which indices are where along `dim` of `x`; the results of missing ones are neutral elements of a sum, see [`neutral_of_sums`]. The other coordinates are those
 /// of the element of `index`. Any supported type; divided over the threads of the pool.
 ///
 /// # Panics
@@ -139,6 +161,7 @@ pub fn gather(x: &Tensor, dim: usize, index: &Tensor, held: &IndexRange) -> Resu
     let (x, index) = (contiguous(x)?, contiguous(index)?);
     let elements = IndexElements::new(&index);
     let offsets = ElementOffsets::new(x.dims(), dim, index.dims());
+    let missing = neutral_of_sums(x.dtype());
     with_first_element(&x, |source, _| {
         let source = SharedPtr::new(source.cast_mut());
         offsets.for_each_segment(elements, held, |segment| {
@@ -148,10 +171,10 @@ pub fn gather(x: &Tensor, dim: usize, index: &Tensor, held: &IndexRange) -> Resu
             unsafe {
                 let to = gathered.range::<u8>(segment.from * elem);
                 match elem {
-                    1 => gather_segment::<u8>(source.cast(), to.cast(), segment),
-                    2 => gather_segment::<u16>(source.cast(), to.cast(), segment),
-                    4 => gather_segment::<u32>(source.cast(), to.cast(), segment),
-                    8 => gather_segment::<u64>(source.cast(), to.cast(), segment),
+                    1 => gather_segment::<[u8; 1]>(source.cast(), to.cast(), segment, &missing),
+                    2 => gather_segment::<[u8; 2]>(source.cast(), to.cast(), segment, &missing),
+                    4 => gather_segment::<[u8; 4]>(source.cast(), to.cast(), segment, &missing),
+                    8 => gather_segment::<[u8; 8]>(source.cast(), to.cast(), segment, &missing),
                     _ => unreachable!("no element type has {elem} bytes"),
                 }
             }
@@ -164,11 +187,14 @@ pub fn gather(x: &Tensor, dim: usize, index: &Tensor, held: &IndexRange) -> Resu
 /// Copies the elements at the offsets of a segment.
 ///
 /// # Safety
-/// Every offset is [`NO_INDEX`] or that of an element that can be read from `source`; as many can be written at `to`.
-unsafe fn gather_segment<B: Copy + Default>(source: *const B, to: *mut B, segment: &OffsetSegment<'_>) {
+/// Every offset is [`NO_INDEX`] or that of an element that can be read from `source`; as many can be written at `to`, and
+/// `missing` has the size of one.
+unsafe fn gather_segment<B: Copy>(source: *const B, to: *mut B, segment: &OffsetSegment<'_>, missing: &[u8]) {
+    // SAFETY: the caller's promise; arrays of bytes need no alignment.
+    let missing = unsafe { missing.as_ptr().cast::<B>().read() };
     for (i, &offset) in segment.offsets.iter().enumerate() {
         // SAFETY: the caller's promise.
-        unsafe { to.add(i).write(if offset == NO_INDEX { B::default() } else { source.add(offset).read() }) };
+        unsafe { to.add(i).write(if offset == NO_INDEX { missing } else { source.add(offset).read() }) };
     }
 }
 
@@ -300,7 +326,7 @@ impl ElementOffsets {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     #[test]
     fn gather_equals_the_definition_for_every_dimension_and_narrower_indices() {
@@ -332,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_of_every_size_are_selected_and_missing_ones_are_zero() {
+    fn slices_of_every_size_are_selected_and_missing_ones_are_neutral() {
         for (inner, dtype) in
             [(1, DType::U8), (1, DType::BF16), (1, DType::F32), (1, DType::F64), (3, DType::U8), (5, DType::F32)]
         {
@@ -346,11 +372,13 @@ mod tests {
             let mut expected = Vec::new();
             for outer in 0..2 {
                 for place in [Some(0), Some(5), None, None, Some(3), None] {
-                    let at = |i| place.map_or(0.0, |p: usize| ((outer * 6 + p) * inner + i + 1) as f64);
+                    let neutral = if dtype.is_float() { -0.0 } else { 0.0 };
+                    let at = |i| place.map_or(neutral, |p: usize| ((outer * 6 + p) * inner + i + 1) as f64);
                     expected.extend((0..inner).map(at));
                 }
             }
-            assert_eq!(got, expected, "{inner} of {dtype:?}");
+            let bits = |all: &[f64]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&got), bits(&expected), "{inner} of {dtype:?}");
         }
     }
 }

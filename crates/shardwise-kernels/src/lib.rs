@@ -106,7 +106,7 @@ pub use scan::{
     ProductScan, ScanKind, ScannedExtremes, add_to_places, carry_extremes, carry_totals, extreme_sums,
     product_gradient, product_parts, scan_extremes, scan_totals,
 };
-pub use scatter::{index_add, put_slices, scatter, scatter_add};
+pub use scatter::{SumsFrom, index_add, put_slices, scatter, scatter_add};
 pub use scatter_reduce::{ScatterReduction, scatter_reduce};
 pub use search::{bucketize, count_nonzero, first_nan, nonzero_positions};
 pub use typed_slice::with_slice;

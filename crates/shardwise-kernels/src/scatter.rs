@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor, WithDType};
 
 use super::assembly::copy_to_change;
 use super::convert::{Block, Compute};
-use super::gather::ElementOffsets;
+use super::gather::{ElementOffsets, neutral_of_sums};
 use super::index_range::{IndexElements, IndexRange, NO_INDEX};
 use super::parallel::{SharedPtr, over_ranges};
 use super::typed_slice::{LineShape, with_slice};
@@ -64,10 +64,40 @@ pub fn put_slices(x: &Tensor, dims: [usize; 3], positions: &[usize], values: &Te
     Ok(unsafe { copy.finish() })
 }
 
+/// What [`scatter_add`] and [`index_add`] add to, which is also what elements without sources are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SumsFrom {
+    /// Zeros, as in a gradient.
+    Zero,
+    /// Numbers that change nothing they are added to: -0.0 in floating point. For results that are added to a tensor, whose
+    /// zeros keep their signs.
+    Neutral,
+}
+
+impl SumsFrom {
+    /// A buffer of these numbers. Zeros are not written, so that pages without sources stay unallocated.
+    fn buffer(self, dtype: DType, count: usize) -> Result<UninitBuffer> {
+        if self == SumsFrom::Zero || !dtype.is_float() {
+            return UninitBuffer::zeroed(dtype, count);
+        }
+        let (buffer, number) = (UninitBuffer::new(dtype, count)?, neutral_of_sums(dtype));
+        for i in 0..count {
+            // SAFETY: the buffer has `count` elements of the size of the number.
+            unsafe {
+                buffer.first().add(i * number.len()).copy_from_nonoverlapping(number.as_ptr(), number.len());
+            }
+        }
+        Ok(buffer)
+    }
+}
+
 /// How elements of a type are added up.
 trait Addend: WithDType + Default {
     /// f32 for half precision, otherwise the type itself.
     type Sum: Copy + Default + Send + Sync;
+
+    /// What sums begin with that leave the sign of zero to their terms.
+    const NEUTRAL: Self::Sum;
 
     fn plus(sum: Self::Sum, x: Self) -> Self::Sum;
 
@@ -75,9 +105,11 @@ trait Addend: WithDType + Default {
 }
 
 macro_rules! addends {
-    ($($T:ty as $Sum:ty: |$sum:ident, $x:ident| $add:expr, $rounded:expr;)*) => {$(
+    ($($T:ty as $Sum:ty: $neutral:expr, |$sum:ident, $x:ident| $add:expr, $rounded:expr;)*) => {$(
         impl Addend for $T {
             type Sum = $Sum;
+
+            const NEUTRAL: $Sum = $neutral;
 
             #[inline(always)]
             fn plus($sum: $Sum, $x: $T) -> $Sum {
@@ -92,28 +124,35 @@ macro_rules! addends {
     )*};
 }
 addends! {
-    u8 as u8: |sum, x| sum.wrapping_add(x), sum;
-    u32 as u32: |sum, x| sum.wrapping_add(x), sum;
-    i16 as i16: |sum, x| sum.wrapping_add(x), sum;
-    i32 as i32: |sum, x| sum.wrapping_add(x), sum;
-    i64 as i64: |sum, x| sum.wrapping_add(x), sum;
-    f32 as f32: |sum, x| sum + x, sum;
-    f64 as f64: |sum, x| sum + x, sum;
-    half::f16 as f32: |sum, x| sum + x.to_f32(), half::f16::from_f32(sum);
-    half::bf16 as f32: |sum, x| sum + x.to_f32(), half::bf16::from_f32(sum);
+    u8 as u8: 0, |sum, x| sum.wrapping_add(x), sum;
+    u32 as u32: 0, |sum, x| sum.wrapping_add(x), sum;
+    i16 as i16: 0, |sum, x| sum.wrapping_add(x), sum;
+    i32 as i32: 0, |sum, x| sum.wrapping_add(x), sum;
+    i64 as i64: 0, |sum, x| sum.wrapping_add(x), sum;
+    f32 as f32: -0.0, |sum, x| sum + x, sum;
+    f64 as f64: -0.0, |sum, x| sum + x, sum;
+    half::f16 as f32: -0.0, |sum, x| sum + x.to_f32(), half::f16::from_f32(sum);
+    half::bf16 as f32: -0.0, |sum, x| sum + x.to_f32(), half::bf16::from_f32(sum);
 }
 
-/// Adds elements of `source` to zeros of `shape` at `index` along `dim`, as `torch.scatter_add` to zeros.
+/// Adds elements of `source` to `from` in `shape` at `index` along `dim`, as `torch.scatter_add` to a tensor of such numbers.
 ///
 /// `source` has the shape of `index`; the result has its type. `held` says which indices are where in the result; elements at
 /// missing ones are not added. f16 and bf16 are added up in f32, integers wrap.
 ///
 /// # Panics
 /// If a coordinate is outside of `shape`, or the shapes differ.
-pub fn scatter_add(shape: &[usize], dim: usize, index: &Tensor, source: &Tensor, held: &IndexRange) -> Result<Tensor> {
+pub fn scatter_add(
+    shape: &[usize],
+    dim: usize,
+    index: &Tensor,
+    source: &Tensor,
+    held: &IndexRange,
+    from: SumsFrom,
+) -> Result<Tensor> {
     assert_eq!(source.dims(), index.dims(), "one source per index");
     let (index, source) = (contiguous(index)?, contiguous(source)?);
-    let zeros = UninitBuffer::zeroed(source.dtype(), shape.iter().product())?;
+    let sums = from.buffer(source.dtype(), shape.iter().product())?;
     let offsets = ElementOffsets::new(shape, dim, index.dims());
     let elements = IndexElements::new(&index);
     with_type!(source.dtype(), T => with_slice::<T, _>(&source, |source| {
@@ -133,75 +172,76 @@ pub fn scatter_add(shape: &[usize], dim: usize, index: &Tensor, source: &Tensor,
         };
         if size_of::<<T as Addend>::Sum>() == size_of::<T>() {
             // Of these types the sums have the type of the elements.
-            add(SharedPtr::new(zeros.first().cast()));
+            add(SharedPtr::new(sums.first().cast()));
             return;
         }
-        let mut sums = vec![<T as Addend>::Sum::default(); zeros.count()];
-        add(SharedPtr::new(sums.as_mut_ptr()));
-        for (i, &sum) in sums.iter().enumerate() {
+        let first = if from == SumsFrom::Zero { <T as Addend>::Sum::default() } else { T::NEUTRAL };
+        let mut wide = vec![first; sums.count()];
+        add(SharedPtr::new(wide.as_mut_ptr()));
+        for (i, &sum) in wide.iter().enumerate() {
             // SAFETY: there are as many elements as sums.
-            unsafe { zeros.first().cast::<T>().add(i).write(T::rounded(sum)) };
+            unsafe { sums.first().cast::<T>().add(i).write(T::rounded(sum)) };
         }
     }), otherwise unreachable!("checked when allocated"))?;
-    // SAFETY: all elements are zero or sums.
-    Ok(unsafe { zeros.finish(shape) })
+    // SAFETY: all elements are written.
+    Ok(unsafe { sums.finish(shape) })
 }
 
-/// Adds slices of `source` to zeros at a vector of indices along `dim`, as `torch.index_add` to zeros.
+/// Adds slices of `source` to `from` at a vector of indices along `dim`, as `torch.index_add` to a tensor of such numbers.
 ///
 /// The result has the type and shape of `source`, but as many slices as `held` has indices; slices at other indices are not
-/// added. f16 and bf16 are added up in f32, integers wrap. Memory of slices without sources is not written, so that pages
+/// added. f16 and bf16 are added up in f32, integers wrap. Memory of zeros without sources is not written, so that pages
 /// without any stay unallocated.
 ///
 /// # Panics
 /// If there is not one index per slice.
-pub fn index_add(dim: usize, index: &Tensor, source: &Tensor, held: &IndexRange) -> Result<Tensor> {
+pub fn index_add(dim: usize, index: &Tensor, source: &Tensor, held: &IndexRange, from: SumsFrom) -> Result<Tensor> {
     let LineShape { outer, n, inner } = LineShape::new(source.dims(), dim);
     assert_eq!(index.elem_count(), n, "one index per slice");
     let mut shape = source.dims().to_vec();
     shape[dim] = held.len();
     let (index, source) = (contiguous(index)?, contiguous(source)?);
-    let zeros = UninitBuffer::zeroed(source.dtype(), shape.iter().product())?;
-    if source.elem_count() == 0 || zeros.count() == 0 {
-        // SAFETY: all elements are zero.
-        return Ok(unsafe { zeros.finish(shape) });
+    let sums = from.buffer(source.dtype(), shape.iter().product())?;
+    if source.elem_count() == 0 || sums.count() == 0 {
+        // SAFETY: all elements are written.
+        return Ok(unsafe { sums.finish(shape) });
     }
     let slices = SlicesOfTargets::new(IndexElements::new(&index), n, held);
     let (dtype, elem) = (source.dtype(), source.dtype().size_in_bytes());
     with_first_element(&source, |first, _| {
-        let (from, to) = (SharedPtr::new(first.cast_mut()), SharedPtr::new(zeros.first()));
+        let (sources, to) = (SharedPtr::new(first.cast_mut()), SharedPtr::new(sums.first()));
         // The cost of a target is that of its mean number of sources.
         let cost = 1 + inner * n / held.len();
         over_ranges(outer * held.len(), cost, 1, |range| {
-            for target in range {
-                let (matrix, place) = (target / held.len(), target % held.len());
+            for slice in range {
+                let (matrix, place) = (slice / held.len(), slice % held.len());
                 let of_target = slices.of(place);
                 if of_target.is_empty() {
                     continue;
                 }
-                let sources = TargetSlice { slices: of_target, width: inner };
+                let target = TargetSlice { slices: of_target, width: inner, from };
                 // SAFETY: slices are below `n`, so all of them are inside the source; the target is inside the result, and
                 // no other range has it.
                 unsafe {
-                    let source = from.get().cast_const().add(matrix * n * inner * elem);
+                    let source = sources.get().cast_const().add(matrix * n * inner * elem);
                     let to = to.get().add((matrix * held.len() + place) * inner * elem);
                     match dtype {
-                        DType::F16 | DType::BF16 => sources.add_halves(dtype, source, to),
-                        DType::F32 => sources.add::<f32>(source.cast(), to.cast()),
-                        DType::F64 => sources.add::<f64>(source.cast(), to.cast()),
-                        DType::U8 => sources.add::<u8>(source.cast(), to.cast()),
-                        DType::U32 => sources.add::<u32>(source.cast(), to.cast()),
-                        DType::I16 => sources.add::<i16>(source.cast(), to.cast()),
-                        DType::I32 => sources.add::<i32>(source.cast(), to.cast()),
-                        DType::I64 => sources.add::<i64>(source.cast(), to.cast()),
+                        DType::F16 | DType::BF16 => target.add_halves(dtype, source, to),
+                        DType::F32 => target.add::<f32>(source.cast(), to.cast()),
+                        DType::F64 => target.add::<f64>(source.cast(), to.cast()),
+                        DType::U8 => target.add::<u8>(source.cast(), to.cast()),
+                        DType::U32 => target.add::<u32>(source.cast(), to.cast()),
+                        DType::I16 => target.add::<i16>(source.cast(), to.cast()),
+                        DType::I32 => target.add::<i32>(source.cast(), to.cast()),
+                        DType::I64 => target.add::<i64>(source.cast(), to.cast()),
                         _ => unreachable!("checked when allocated"),
                     }
                 }
             }
         });
     });
-    // SAFETY: all elements are zero or sums.
-    Ok(unsafe { zeros.finish(shape) })
+    // SAFETY: all elements are written.
+    Ok(unsafe { sums.finish(shape) })
 }
 
 /// The numbers of the slices that are added to each target, in ascending order.
@@ -241,13 +281,14 @@ impl SlicesOfTargets {
 struct TargetSlice<'a> {
     slices: &'a [usize],
     width: usize,
+    from: SumsFrom,
 }
 
 impl TargetSlice<'_> {
-    /// Adds the slices to zeros.
+    /// Adds the slices to what sums begin with.
     ///
     /// # Safety
-    /// All slices of `source` can be read, and `to` has as many zeros as a slice has elements.
+    /// All slices of `source` can be read, and `to` has as many numbers as a slice has elements.
     unsafe fn add<T: Addend<Sum = T>>(self, source: *const T, to: *mut T) {
         for &slice in self.slices {
             // SAFETY: the caller's promise; a tensor that is being built overlaps no other.
@@ -268,7 +309,8 @@ impl TargetSlice<'_> {
         let mut buffer = [std::mem::MaybeUninit::uninit(); WIDTH];
         for from in (0..self.width).step_by(WIDTH) {
             let width = WIDTH.min(self.width - from);
-            let (sums, elem) = (&mut [0f32; WIDTH][..width], dtype.size_in_bytes());
+            let first = if self.from == SumsFrom::Zero { 0f32 } else { f32::NEUTRAL };
+            let (sums, elem) = (&mut [first; WIDTH][..width], dtype.size_in_bytes());
             for &slice in self.slices {
                 let block = Block { rows: 1, row_stride: 0, width, stride: 1 };
                 // SAFETY: the caller's promise; the buffer has the size of the block.
@@ -315,13 +357,32 @@ mod tests {
             let index = Tensor::full(7i64, n, &Device::Cpu).unwrap();
             // Of indices 5 to 8, the result holds those from 6 on.
             let held = IndexRange::new([6..9]);
-            let slices = index_add(0, &index, &source, &held).unwrap();
+            let slices = index_add(0, &index, &source, &held, SumsFrom::Zero).unwrap();
             let wide = index.reshape((n, 1)).unwrap().broadcast_as((n, width)).unwrap();
-            let elements = scatter_add(&[3, width], 0, &wide, &source, &held).unwrap();
+            let elements = scatter_add(&[3, width], 0, &wide, &source, &held, SumsFrom::Zero).unwrap();
             for sums in [slices, elements] {
                 assert_eq!(sums.dtype(), dtype);
                 let sums = sums.to_dtype(DType::F64).unwrap().to_vec2::<f64>().unwrap();
                 assert_eq!(sums, [vec![0.0; width], vec![expected; width], vec![0.0; width]], "{dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_from_neutral_elements_keep_the_sign_of_zero() {
+        for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
+            let source = Tensor::new(&[[-0.0f64, -0.0], [-0.0, 0.0]], &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let index = Tensor::new(&[1i64, 1], &Device::Cpu).unwrap();
+            let held = IndexRange::new([0..2]);
+            let wide = Tensor::new(&[[1i64, 1], [1, 1]], &Device::Cpu).unwrap();
+            for (from, expected) in [(SumsFrom::Zero, [false; 4]), (SumsFrom::Neutral, [true, true, true, false])] {
+                let slices = index_add(0, &index, &source, &held, from).unwrap();
+                let elements = scatter_add(&[2, 2], 0, &wide, &source, &held, from).unwrap();
+                for sums in [slices, elements] {
+                    let sums = sums.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+                    let signs: Vec<bool> = sums.iter().map(|x| x.is_sign_negative()).collect();
+                    assert_eq!(signs, expected, "{dtype:?} {from:?}");
+                }
             }
         }
     }

@@ -138,8 +138,10 @@ mod tests {
                     let held = IndexRange::all(x.dims()[dim]);
                     let gathered = crate::gather(&x, dim, &first.1, &held).unwrap();
                     let index = max.indices.flatten_all().unwrap().narrow(0, 0, x.dims()[dim]).unwrap();
-                    let added = crate::index_add(dim, &index.contiguous().unwrap(), &x, &held).unwrap();
-                    let scattered = crate::scatter_add(x.dims(), dim, &sorted.1, &sorted.0, &held).unwrap();
+                    let added =
+                        crate::index_add(dim, &index.contiguous().unwrap(), &x, &held, crate::SumsFrom::Zero).unwrap();
+                    let scattered =
+                        crate::scatter_add(x.dims(), dim, &sorted.1, &sorted.0, &held, crate::SumsFrom::Zero).unwrap();
                     all.extend([values, totals, max.indices, sorted.0, sorted.1, gathered, added, scattered]);
                 }
                 all.iter().map(|t| crate::bytes_of(t).unwrap()).collect::<Vec<_>>()

@@ -1,5 +1,6 @@
 //! Lookups by index: `index_select`, `embedding`, `gather`. If the indexed dimension is sharded, every rank looks up the
-//! indices that it holds and contributes zeros for the rest: the result is `Partial(Sum)`.
+//! indices that it holds and contributes neutral elements for the rest (-0.0, which leaves every zero its sign): the result is
+//! `Partial(Sum)`.
 
 use std::panic::Location;
 
@@ -14,7 +15,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{IndexRange, bucketize, gather, index_select_by};
+use shardwise_kernels::{IndexRange, SumsFrom, bucketize, gather, index_select_by};
 
 /// Selects slices of `x` along a dimension by an index of any shape, whose dimensions replace that one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -429,7 +430,7 @@ impl Op for IndexSelect {
             let (dim, ndim) = (op.dim as isize, index.ndim() as isize);
             let rows = if ndim == 0 { gradient.unsqueeze(dim)? } else { gradient.flatten(dim, dim + ndim - 1)? };
             let positions = index.reshape(&[index.elem_count() as isize])?;
-            Ok(vec![Some(scatter_add_slices(saved.layout(0), op.dim, &positions, &rows)?), None])
+            Ok(vec![Some(scatter_add_slices(saved.layout(0), op.dim, &positions, &rows, SumsFrom::Zero)?), None])
         })
     }
 }
@@ -479,7 +480,8 @@ impl Op for Gather {
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Input(1), |op, saved, gradients| {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
-            Ok(vec![Some(scatter_add_elements(saved.layout(0), op.dim, &saved.input(1), gradient)?), None])
+            let index = saved.input(1);
+            Ok(vec![Some(scatter_add_elements(saved.layout(0), op.dim, &index, gradient, SumsFrom::Zero)?), None])
         })
     }
 }

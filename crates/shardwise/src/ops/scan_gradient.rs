@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{Backward, DTensor, SavedTensors, is_recording};
-use shardwise_kernels::{self as kernels, ProductScan, add_to_places, extreme_sums, product_parts};
+use shardwise_kernels::{self as kernels, ProductScan, SumsFrom, add_to_places, extreme_sums, product_parts};
 
 impl Backward for Scan {
     fn name(&self) -> &'static str {
@@ -63,7 +63,7 @@ pub(super) fn product_gradient(scan: Scan, x: &DTensor, gradient: &DTensor) -> R
 pub(super) fn extreme_gradient(scan: Scan, like: &Layout, index: &DTensor, gradient: &DTensor) -> Result<DTensor> {
     // A recorded backward pass uses the scatter, which is differentiable.
     if index.layout().shard_order(scan.dim).is_empty() || is_recording() {
-        return scatter_add_elements(like, scan.dim, index, gradient);
+        return scatter_add_elements(like, scan.dim, index, gradient, SumsFrom::Zero);
     }
     let site = Location::caller();
     let parts = dispatch(&ExtremeParts(scan), &[index, gradient], site)?;

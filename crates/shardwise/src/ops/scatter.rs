@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{IndexRange, index_add, scatter, scatter_add};
+use shardwise_kernels::{IndexRange, SumsFrom, index_add, scatter, scatter_add};
 
 /// Copies `x` with elements of `source` written at `index` along a dimension. Inputs: `x`, `index`, `source`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,13 +21,14 @@ struct Scatter {
     dim: usize,
 }
 
-/// Adds elements of a source to zeros, at an index along a dimension of a given size. Inputs: `index`, `source`.
+/// Adds elements of a source to `from`, at an index along a dimension of a given size. Inputs: `index`, `source`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct ScatterAdd {
     dim: usize,
     size: usize,
     /// Whether the index is a vector of slices (`index_add`), not of elements (`scatter_add`).
     slices: bool,
+    from: SumsFrom,
     /// How the result is sharded along axes that the source does not determine.
     like: Layout,
 }
@@ -65,7 +66,8 @@ impl DTensor {
         let site = Location::caller();
         check_sizes("scatter_add", at, self.shape(), index.shape(), source.shape())
             .map_err(|e| name_call(e, "scatter_add", &[self, index, source], site))?;
-        self.add(&scatter_add_elements(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
+        let source = source.to_dtype(self.dtype())?;
+        self.add(&scatter_add_elements(self.layout(), at, index, &source, SumsFrom::Neutral)?)
     }
 
     /// Returns a copy with slices of `source` added at a vector of indices along a dimension.
@@ -78,7 +80,8 @@ impl DTensor {
         }
         let at = self.resolve_dim("index_add", dim)?;
         let index = &index.atleast_1d()?;
-        self.add(&scatter_add_slices(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
+        let source = source.to_dtype(self.dtype())?;
+        self.add(&scatter_add_slices(self.layout(), at, index, &source, SumsFrom::Neutral)?)
     }
 
     /// Runs an operator on a scalar along a dimension that it has by name alone: all operands as vectors. `None` for any other
@@ -137,20 +140,34 @@ impl DTensor {
     }
 }
 
-/// Adds slices of `source` to zeros in the shape and, where possible, the layout `like`, at a vector of indices along `dim`.
+/// Adds slices of `source` to `from` in the shape and, where possible, the layout `like`, at a vector of indices along `dim`.
 #[track_caller]
-pub(super) fn scatter_add_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+pub(super) fn scatter_add_slices(
+    like: &Layout,
+    dim: usize,
+    index: &DTensor,
+    source: &DTensor,
+    from: SumsFrom,
+) -> Result<DTensor> {
     check_mesh("index_add", like, index)?;
-    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, like: like.reduced() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, from, like: like.reduced() };
     Ok(dispatch(&op, &[index, source], Location::caller())?.swap_remove(0))
 }
 
-/// Adds elements of `source` to zeros in the shape and, where possible, the layout `like`, at `index` along `dim`.
+/// Adds elements of `source` to `from` in the shape and, where possible, the layout `like`, at `index` along `dim`.
 #[track_caller]
-pub(super) fn scatter_add_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+pub(super) fn scatter_add_elements(
+    like: &Layout,
+    dim: usize,
+    index: &DTensor,
+    source: &DTensor,
+    from: SumsFrom,
+) -> Result<DTensor> {
     check_mesh("scatter_add", like, index)?;
-    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, like: like.reduced() };
-    padded(&dispatch(&op, &[index, source], Location::caller())?.swap_remove(0), like.shape())
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, from, like: like.reduced() };
+    let sums = dispatch(&op, &[index, source], Location::caller())?.swap_remove(0);
+    let border = if from == SumsFrom::Neutral && sums.dtype().is_float() { -0.0 } else { 0.0 };
+    padded(&sums, like.shape(), border)
 }
 
 fn check_mesh(name: &str, like: &Layout, index: &DTensor) -> Result<()> {
@@ -161,11 +178,11 @@ fn check_mesh(name: &str, like: &Layout, index: &DTensor) -> Result<()> {
     Err(ErrorKind::Operands.error("operands", found, "tensors on one mesh", "move the tensors first"))
 }
 
-/// Pads with zeros at the end of every dimension, up to a shape.
+/// Pads at the end of every dimension, up to a shape.
 #[track_caller]
-fn padded(x: &DTensor, shape: &[usize]) -> Result<DTensor> {
+fn padded(x: &DTensor, shape: &[usize], value: f64) -> Result<DTensor> {
     let missing = |d: usize| (0, shape[d] - x.shape()[d]);
-    x.pad(&(0..x.ndim()).rev().map(missing).collect::<Vec<_>>(), 0.0)
+    x.pad(&(0..x.ndim()).rev().map(missing).collect::<Vec<_>>(), value)
 }
 
 /// Narrows every dimension but one to the size in a shape.
@@ -243,7 +260,8 @@ impl Op for Scatter {
                     DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), replicated(gradient))?;
                 gradient.scatter(dim, &index, &zeros)
             };
-            let source = || padded(&narrowed(gradient, op.dim, index.shape())?.gather(dim, &index)?, saved.shape(2));
+            let source =
+                || padded(&narrowed(gradient, op.dim, index.shape())?.gather(dim, &index)?, saved.shape(2), 0.0);
             Ok(vec![
                 saved.needs_input_grad(0).then(covered).transpose()?,
                 None,
@@ -354,11 +372,11 @@ impl Op for ScatterAdd {
         check_indices(self.name(), index, self.size)?;
         let held = IndexRange::new(context.output_runs(0, self.dim).iter());
         if self.slices {
-            return Ok(vec![index_add(self.dim, index, source, &held)?]);
+            return Ok(vec![index_add(self.dim, index, source, &held, self.from)?]);
         }
         let mut shape = index.dims().to_vec();
         shape[self.dim] = held.len();
-        Ok(vec![scatter_add(&shape, self.dim, index, &used(source, index.dims())?, &held)?])
+        Ok(vec![scatter_add(&shape, self.dim, index, &used(source, index.dims())?, &held, self.from)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -367,7 +385,7 @@ impl Op for ScatterAdd {
             let (dim, index) = (op.dim as isize, saved.input(0));
             let source = match op.slices {
                 true => gradient.index_select(dim, &index)?,
-                false => padded(&gradient.gather(dim, &index)?, saved.shape(1))?,
+                false => padded(&gradient.gather(dim, &index)?, saved.shape(1), 0.0)?,
             };
             Ok(vec![None, Some(source)])
         })

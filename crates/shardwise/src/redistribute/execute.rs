@@ -15,7 +15,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::module_scope::current_reason;
 use crate::placement::{ReduceOp, is_idempotent};
 use crate::rank_context::rank_context;
-use shardwise_kernels::{concat, contiguous, placeholder};
+use shardwise_kernels::{concat, contiguous, filled, placeholder};
 
 /// Redistributes a local tensor from one layout to another on the same mesh. Collective over the mesh; ranks outside of it
 /// return their tensor.
@@ -264,6 +264,10 @@ impl OperandStage {
 
 /// A tensor of neutral elements of a reduction.
 fn neutral(op: ReduceOp, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    if op == ReduceOp::Sum && dtype.is_float() {
+        // Of the two zeros, -0.0 changes nothing that it is added to: -0.0 + 0.0 is 0.0.
+        return Ok(filled(-0.0, &TensorMeta { shape: shape.to_vec(), dtype })?);
+    }
     macro_rules! limits {
         ($T:ty, $lowest:expr, $highest:expr, $ones:expr) => {
             match op {

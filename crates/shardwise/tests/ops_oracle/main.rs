@@ -4,6 +4,7 @@
 //! `SHARDWISE_OP_CASES` sets the number of random layouts on two axes per operator (default 40), `SHARDWISE_SEED` the seed.
 
 mod missing;
+mod zeros;
 
 use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
@@ -325,4 +326,14 @@ fn combinations_that_need_no_communication_have_none_or_a_listed_reason() {
         println!("* {reason}: {all}");
     }
     assert!(unexplained.is_empty(), "without a reason: {unexplained:#?}");
+}
+
+#[test]
+fn zeros_keep_their_signs_in_every_placement() {
+    for ranks in [2, 3] {
+        let found = ThreadWorld::new(ranks).unwrap().run(|world| zeros::differing(&world, selected())).unwrap();
+        let mut names: Vec<&str> = found[0].iter().map(|(name, _)| *name).collect();
+        names.dedup();
+        assert!(found[0].is_empty(), "{names:?}: {:#?}", found[0]);
+    }
 }
