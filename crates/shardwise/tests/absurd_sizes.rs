@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::ConvOptions;
+use shardwise::ops::{ConvOptions, InterpolateOptions, PadMode};
 use shardwise::prelude::*;
 use shardwise::tensor::{Linspace, Logspace};
 
@@ -93,6 +93,94 @@ fn operators_reject_results_beyond_memory() {
         let x = DTensor::zeros((1 << 20, 1), DType::F32, mesh, [Shard(0)])?;
         x.mul(&DTensor::zeros((1, 1 << 24), DType::F32, mesh, [Replicate])?)
     });
+}
+
+/// Every operator whose result is not bounded by its inputs, or whose table of the result is not.
+#[test]
+fn operators_that_enlarge_check_sizes_first() {
+    // A vector that is small by itself, and whose pairs of elements are too many.
+    fn long(x: &DTensor) -> Result<DTensor> {
+        DTensor::zeros(1 << 22, DType::I64, x.device_mesh(), [Shard(0)])
+    }
+    type Enlarging = (&'static str, fn(&DTensor, usize) -> Result<DTensor>);
+    const ALL: &[Enlarging] = &[
+        ("repeat", |x, n| x.repeat(&[n])),
+        ("tile", |x, n| x.tile(&[n, n])),
+        ("repeat_interleave", |x, n| x.repeat_interleave(n, 0)),
+        ("repeat_interleave_each", |x, n| x.repeat_interleave_each(&x.clamp_min((n >> 1) as i64)?, 0)),
+        ("combinations", |x, n| x.combinations(n, true)),
+        ("combinations without replacement", |x, _| x.repeat(&[50])?.combinations(100, false)),
+        ("cartesian_prod", |x, _| {
+            let vector = long(x)?;
+            DTensor::cartesian_prod(&[&vector, &vector, &vector, &vector])
+        }),
+        ("meshgrid", |x, _| {
+            let vector = long(x)?;
+            DTensor::meshgrid(&[&vector, &vector, &vector], false)?.swap_remove(0).contiguous_sum()
+        }),
+        ("kron", |x, _| {
+            let vector = long(x)?;
+            vector.kron(&vector)
+        }),
+        ("outer", |x, _| {
+            let vector = long(x)?;
+            vector.outer(&vector)
+        }),
+        ("cdist", |x, _| {
+            let column = long(x)?.to_dtype(DType::F32)?.unsqueeze(1)?;
+            column.cdist(&column, 2.0)
+        }),
+        ("unfold", |x, _| long(x)?.unfold(0, 1 << 21, 1)),
+        ("diag_embed", |x, n| x.diag_embed((n >> 1) as isize, [0, 1])),
+        ("diagflat", |x, n| x.diagflat((n >> 1) as isize)),
+        ("block_diag", |x, _| {
+            let column = long(x)?.unsqueeze(1)?;
+            DTensor::block_diag(&[&column, &column.t()?])
+        }),
+        ("pad", |x, n| x.pad(&[(n, n)], 0)),
+        ("pad_with", |x, n| {
+            x.to_dtype(DType::F32)?.reshape(&[1, 1, 4])?.pad_with(&[((n >> 1) as isize, 0)], PadMode::Replicate)
+        }),
+        ("interpolate", |x, n| {
+            x.to_dtype(DType::F32)?.reshape(&[1, 1, 4])?.interpolate(&[n], &InterpolateOptions::default())
+        }),
+        ("one_hot", |x, n| x.one_hot(n)),
+        ("bincount", |x, n| x.bincount(None, n)),
+        ("histc", |x, n| x.to_dtype(DType::F32)?.histc(n, 0.0, 1.0)),
+        ("nonzero_static", |x, n| x.nonzero_static(n, 0)),
+        ("multinomial", |x, n| x.to_dtype(DType::F32)?.add_scalar(1.0)?.multinomial(n, true)),
+        ("tensor_split", |x, n| Ok(x.tensor_split(n, 0)?.swap_remove(0))),
+        ("chunk", |x, n| Ok(x.narrow(0, 0, 0)?.chunk(n, 0)?.swap_remove(0))),
+        ("expand", |x, n| x.unsqueeze(0)?.expand(&[(n >> 1) as isize, 4])?.contiguous_sum()),
+        ("index", |x, _| {
+            let rows = long(x)?;
+            rows.unsqueeze(0)?.expand(&[4, 1 << 22])?.index(&rows)
+        }),
+        ("searchsorted", |x, _| {
+            let sorted = long(x)?.unsqueeze(0)?;
+            sorted.searchsorted(&sorted, false)
+        }),
+    ];
+    for &(name, call) in ALL {
+        println!("{name}");
+        for size in [usize::MAX, usize::MAX - 3, 1 << 62, VAST] {
+            refused(move |mesh| call(&DTensor::arange(0.0..4.0, DType::I64, mesh, [Shard(0)])?, size));
+        }
+    }
+    // Small ones, in the order of nested loops; too few elements give none, however many are asked for.
+    let run = |world: World| {
+        let x = DTensor::arange(0.0..4.0, DType::I64, &world.mesh([("a", 2)])?, [Shard(0)])?;
+        let of = |length, replacement| -> Result<Vec<Vec<i64>>> {
+            Ok(x.combinations(length, replacement)?.full_tensor()?.to_vec2()?)
+        };
+        let shape = |length| Ok::<_, Error>(x.combinations(length, false)?.shape().to_vec());
+        assert_eq!(of(3, false)?, [[0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 3]]);
+        assert_eq!(of(2, true)?.len(), 10);
+        assert_eq!(of(2, true)?[3..6], [[0, 3], [1, 1], [1, 2]]);
+        assert_eq!((shape(5)?, shape(4)?), (vec![0, 5], vec![1, 4]));
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().deadline(AT_ONCE).run(run).unwrap();
 }
 
 /// An operation that needs memory for every element.

@@ -366,9 +366,10 @@ fn numbered_grid(a: &Arguments<'_>) -> Result<DTensor> {
 fn attention(a: &Arguments<'_>) -> Result<(DTensor, DTensor)> {
     let weights = match a.flag("use_separate_proj_weight") {
         true => vec![a.tensor("q_proj_weight")?, a.tensor("k_proj_weight")?, a.tensor("v_proj_weight")?],
-        false => a.tensor("in_proj_weight")?.chunk(3, 0)?,
+        // Three pieces of any tensor: `chunk` returns fewer of a short one.
+        false => a.tensor("in_proj_weight")?.tensor_split(3, 0)?,
     };
-    let biases = a.optional_tensor("in_proj_bias").map(|b| b.chunk(3, 0)).transpose()?;
+    let biases = a.optional_tensor("in_proj_bias").map(|b| b.tensor_split(3, 0)).transpose()?;
     let added = a.optional_tensor("bias_k").zip(a.optional_tensor("bias_v"));
     let mask = match a.optional_tensor("attn_mask") {
         Some(mask) if a.is_bool("attn_mask") => Some(mask.logical_not()?),

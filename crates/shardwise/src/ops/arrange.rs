@@ -169,6 +169,7 @@ impl DTensor {
             return Err(ErrorKind::Argument.error("window", found, needed, "use a shorter window"));
         }
         let count = (n - size) / step + 1;
+        check_whole(&[count, size, TABLE_WORDS], DType::F64)?;
         let rows = (0..count).flat_map(|w| (0..size).map(move |i| Some(w * step + i)));
         self.slice_groups("unfold", at, size, rows, EmptyRow::Zero)?.movedim(at as isize + 1, -1)
     }
@@ -317,8 +318,10 @@ impl DTensor {
         let (have_rows, have_columns) = (square.shape()[x.ndim() - 2], square.shape()[x.ndim() - 1]);
         let fitted = square.narrow(-2, 0, rows.min(have_rows))?.narrow(-1, 0, columns.min(have_columns))?;
         let border = [(0, columns.saturating_sub(have_columns)), (0, rows.saturating_sub(have_rows))];
-        let off = x.sub(&x.tril(offset)?.triu(offset)?)?;
-        off.add(&fitted.pad(&border, 0)?)?.movedims(&[-2, -1], &[a as isize, b as isize])
+        // Chosen, not added: a sum would lose the sign of zero, and infinities on the old diagonal would leave NaN.
+        let on = self.constant(&Tensor::ones((rows, columns), DType::U8, &Device::Cpu)?)?;
+        let chosen = on.tril(offset)?.triu(offset)?.where_cond(&fitted.pad(&border, 0)?, &x)?;
+        chosen.movedims(&[-2, -1], &[a as isize, b as isize])
     }
 
     /// Returns a copy with `source` at one index of a dimension.
@@ -414,32 +417,32 @@ impl DTensor {
     }
 
     /// Returns all combinations of `length` elements of a vector, one per row, in the order of the elements; with replacement an
-    /// element may occur more than once.
+    /// element may occur more than once. Communicates as [`index`](Self::index) does.
+    ///
+    /// # Errors
+    /// If their list does not fit into memory; nothing is listed before that is known.
     #[track_caller]
     pub fn combinations(&self, length: usize, with_replacement: bool) -> Result<DTensor> {
         if self.ndim() != 1 {
             return Err(self.bad_dims("combinations", &[], "a vector"));
         }
-        let n = self.shape()[0];
-        let mut rows: Vec<Vec<i64>> = if length == 0 { Vec::new() } else { vec![Vec::new()] };
-        for _ in 0..length {
-            let longer = |row: &Vec<i64>| {
-                let first = row.last().map_or(0, |&last| last as usize + usize::from(!with_replacement));
-                let row = row.clone();
-                (first..n).map(move |next| [row.clone(), vec![next as i64]].concat()).collect::<Vec<_>>()
-            };
-            rows = rows.iter().flat_map(longer).collect();
-        }
         if length == 0 {
             return self.narrow(0, 0, 0);
         }
-        let index = Tensor::from_vec(rows.concat(), (rows.len(), length), &Device::Cpu)?;
+        let n = self.shape()[0];
+        let count = number_of_combinations(n, length, with_replacement);
+        // The index that is looked up, and its copy on the mesh.
+        check_whole(&[count, length, 2], DType::I64)?;
+        let index = Tensor::from_vec(all_combinations(n, length, with_replacement), (count, length), &Device::Cpu)?;
         self.index_along(0, &self.constant(&index)?)
     }
 
     /// Repeats each slice of a dimension as often as a vector says, which is gathered; slices stay on their ranks.
     ///
     /// Collective: every rank of the mesh must call it. PyTorch's `repeat_interleave` with a tensor.
+    ///
+    /// # Errors
+    /// If a number is negative, or a table of all repeats does not fit into memory.
     #[doc(alias = "repeat_interleave")]
     #[track_caller]
     pub fn repeat_interleave_each(&self, times: &DTensor, dim: isize) -> Result<DTensor> {
@@ -460,6 +463,8 @@ impl DTensor {
             return Err(ErrorKind::Argument.error("repeats", found, "numbers from 0", "correct the repeats"));
         }
         let count = |i: usize| if counts.len() == 1 { counts[0] } else { counts[i] };
+        let total = (0..n).fold(0usize, |sum, i| sum.saturating_add(count(i) as usize));
+        check_whole(&[total, TABLE_WORDS], DType::F64)?;
         let rows = (0..n).flat_map(|i| std::iter::repeat_n([(i, 1.0)], count(i) as usize));
         self.slice_sums("repeat_interleave_each", at, SliceTable::new(n, rows))
     }
@@ -476,6 +481,46 @@ impl DTensor {
 #[track_caller]
 pub(super) fn one_mesh(name: &str, tensors: &[&DTensor]) -> Result<()> {
     if tensors.is_empty() { Ok(()) } else { check_one_mesh(name, tensors, Location::caller()) }
+}
+
+/// Words of a [`SliceTable`] per row that is the copy of one slice: where it begins, the slice and its weight.
+const TABLE_WORDS: usize = 3;
+
+/// How many combinations there are, or `usize::MAX` if there are more.
+fn number_of_combinations(n: usize, length: usize, with_replacement: bool) -> usize {
+    let of = if with_replacement { n.saturating_add(length) - usize::from(n > 0) } else { n };
+    if n == 0 || length > of {
+        return 0;
+    }
+    // Of a number or its complement, the smaller one: then every factor at least doubles the product, which soon overflows.
+    let mut count: u128 = 1;
+    for i in 0..length.min(of - length) as u128 {
+        count = match count.checked_mul(of as u128 - i) {
+            Some(product) if product / (i + 1) < usize::MAX as u128 => product / (i + 1),
+            _ => return usize::MAX,
+        };
+    }
+    count as usize
+}
+
+/// All combinations of `length` indices below `n`, in lexicographic order.
+fn all_combinations(n: usize, length: usize, with_replacement: bool) -> Vec<i64> {
+    let step = usize::from(!with_replacement);
+    let mut all = Vec::new();
+    if n == 0 || step * length > n {
+        return all;
+    }
+    let mut row: Vec<usize> = (0..length).map(|i| i * step).collect();
+    loop {
+        all.extend(row.iter().map(|&i| i as i64));
+        // The last index that can still grow; those after it follow it as closely as they may.
+        let largest = |i: usize| n - 1 - (length - 1 - i) * step;
+        let Some(at) = (0..length).rev().find(|&i| row[i] < largest(i)) else { return all };
+        row[at] += 1;
+        for i in at + 1..length {
+            row[i] = row[i - 1] + step;
+        }
+    }
 }
 
 /// Sizes as the signed numbers that `reshape` and `expand` take.

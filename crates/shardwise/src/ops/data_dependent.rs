@@ -225,10 +225,16 @@ impl DTensor {
     #[track_caller]
     pub fn histogramdd(&self, edges: &[&DTensor], weight: Option<&DTensor>, density: bool) -> Result<DTensor> {
         let width = edges.len();
-        if self.shape().last() != Some(&width) {
-            return Err(self.bad_dims("histogramdd", &[], "rows with one number per list of edges"));
+        if width == 0 || self.shape().last() != Some(&width) {
+            return Err(self.bad_dims(
+                "histogramdd",
+                &[],
+                "rows with one number per list of edges, and at least one list",
+            ));
         }
-        let rows = self.elem_count() / width.max(1);
+        let sizes: Vec<usize> = edges.iter().map(|e| e.elem_count().saturating_sub(1)).collect();
+        check_whole(&sizes, DType::F64)?;
+        let rows = self.elem_count() / width;
         let x = self.detach().reshape(&[rows as isize, width as isize])?;
         let (mut place, mut inside): (Option<DTensor>, Option<DTensor>) = (None, None);
         for (d, edges) in edges.iter().enumerate() {
@@ -245,7 +251,6 @@ impl DTensor {
             Some(weight) => inside.where_cond(&weight.reshape(&[rows as isize])?, 0.0)?,
             None => inside.to_dtype(self.dtype())?,
         };
-        let sizes: Vec<usize> = edges.iter().map(|e| e.elem_count().saturating_sub(1)).collect();
         let place = inside.where_cond(&place, 0.0)?;
         let sums = x.counted(&place, &counted, sizes.iter().product())?.reshape(&signed(&sizes))?;
         if !density {

@@ -201,7 +201,7 @@ impl DTensor {
 
     /// The windows of a weight, from stride, padding and dilation.
     fn windows(&self, name: &'static str, weight: &DTensor, options: [PerDim; 3]) -> Result<Vec<Window>> {
-        let sizes = &weight.shape()[2..];
+        let sizes = weight.shape().get(2..).unwrap_or_default();
         let [Some(stride), Some(padding), Some(dilation)] = options.each_ref().map(|o| o.of(sizes.len())) else {
             let found = format!("options for another number of dimensions in {name} of {}", self.layout());
             return Err(ErrorKind::Argument.error(

@@ -33,9 +33,9 @@ impl PerDim {
         &self.numbers[..self.count]
     }
 
-    /// One number per spatial dimension; `None` if another number of them is given.
+    /// One number per spatial dimension; `None` if another number of them is given, or there are more than three dimensions.
     pub(crate) fn of(&self, spatial: usize) -> Option<&[usize]> {
-        (self.count == 1 || self.count == spatial).then(|| &self.numbers[..spatial])
+        self.numbers.get(..spatial).filter(|_| self.count == 1 || self.count == spatial)
     }
 }
 

@@ -343,7 +343,7 @@ impl Op for Polygamma {
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
             let Some(g) = &gradients[0] else { return Ok(vec![None]) };
-            Ok(vec![Some(g.mul(&saved.input(0).polygamma(op.n + 1)?)?.to_dtype(saved.dtype(0))?)])
+            Ok(vec![Some(g.mul(&saved.input(0).polygamma(op.n.saturating_add(1))?)?.to_dtype(saved.dtype(0))?)])
         })
     }
 }
