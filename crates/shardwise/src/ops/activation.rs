@@ -15,10 +15,14 @@ const SELU_SCALE: f64 = 1.050_700_987_355_480_5;
 impl DTensor {
     /// Clamps each element from `min` to `max`; the gradient at the bounds is 0, unlike that of [`clamp`](Self::clamp).
     ///
-    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
+    /// Elementwise: keeps the layout and the type, and communicates only to reduce a partial tensor. Integers have no gradient, and
+    /// bounds between two of them are rounded towards zero, as in PyTorch.
     #[track_caller]
     pub fn hardtanh(&self, min: f64, max: f64) -> Result<DTensor> {
         let x = self.without_partials("hardtanh", &[])?;
+        if !self.dtype().is_float() {
+            return x.clamp(Some(min.trunc()), Some(max.trunc()))?.to_dtype(self.dtype());
+        }
         let below = x.le(min)?.where_cond(min, &x)?;
         x.ge(max)?.where_cond(max, &below)
     }

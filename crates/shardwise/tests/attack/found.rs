@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use half::f16;
-use shardwise::ops::Reduction;
+use shardwise::ops::{ConvOptions, Reduction};
 use shardwise::prelude::*;
 
 /// Runs on one rank and on two.
@@ -225,6 +225,101 @@ fn given_statistics_in_half_precision_are_used_in_f32() {
         let exact =
             wide(&x)?.batch_norm(Some((&wide(&mean)?, &wide(&variance)?)), None, None, 1e-5)?.to_dtype(DType::BF16)?;
         assert_eq!(found.to_vec2::<half::bf16>()?, exact.full_tensor()?.to_vec2::<half::bf16>()?);
+        Ok(())
+    });
+}
+
+#[test]
+fn lookups_and_additions_at_indices_keep_the_sign_of_zero() {
+    everywhere(|mesh, placement| {
+        for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
+            let x = reals(&[-0.0, 0.0, -0.0, -0.0, 1.0, -0.0], dtype, mesh, &placement)?;
+            let index = Tensor::new(&[5i64, 0, 1, 2, 4, 3], &Device::Cpu)?;
+            let index = DTensor::distribute_tensor(&index, mesh, [Replicate], None)?;
+            let signs = |t: &DTensor| -> Result<Vec<bool>> {
+                let all = t.full_tensor()?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+                Ok(all.iter().map(|x| x.is_sign_negative()).collect())
+            };
+            let expected = [true, true, false, true, false, true];
+            assert_eq!(signs(&x.index_select(0, &index)?)?, expected, "index_select {dtype:?}");
+            assert_eq!(signs(&x.index(&index)?)?, expected, "index {dtype:?}");
+            assert_eq!(signs(&x.gather(0, &index)?)?, expected, "gather {dtype:?}");
+            assert_eq!(signs(&x.take(&index)?)?, expected, "take {dtype:?}");
+            assert_eq!(signs(&x.unsqueeze(1)?.embedding(&index)?)?, expected, "embedding {dtype:?}");
+            let whole = x.redistribute([Partial(ReduceOp::Sum)])?.redistribute([Replicate])?;
+            let given = [true, false, true, true, false, true];
+            assert_eq!(signs(&whole)?, given, "partial and back {dtype:?}");
+            // Elements that nothing is added to, and a negative zero that one is added to.
+            let (first, zero) = (index.narrow(0, 0, 1)?, reals(&[-0.0], dtype, mesh, &Replicate)?);
+            assert_eq!(signs(&x.index_add(0, &first, &zero)?)?, given, "index_add {dtype:?}");
+            assert_eq!(signs(&x.scatter_add(0, &first, &zero)?)?, given, "scatter_add {dtype:?}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn hardtanh_keeps_the_type_of_integers() {
+    everywhere(|mesh, placement| {
+        let x = Tensor::new(&[-7i64, -1, 0, 2, 9], &Device::Cpu)?;
+        let x = DTensor::distribute_tensor(&x, mesh, [placement], None)?;
+        assert_eq!(x.hardtanh(-2.0, 3.0)?.full_tensor()?.to_vec1::<i64>()?, [-2, -1, 0, 2, 3]);
+        assert_eq!(x.hardtanh(-1.5, 2.5)?.full_tensor()?.to_vec1::<i64>()?, [-1, -1, 0, 2, 2]);
+        assert_eq!(x.relu6()?.full_tensor()?.to_vec1::<i64>()?, [0, 0, 0, 2, 6]);
+        Ok(())
+    });
+}
+
+#[test]
+fn products_of_two_floating_point_types_have_the_wider_one() {
+    everywhere(|mesh, placement| {
+        let ones = |dtype| DTensor::ones((4, 4), dtype, mesh, [placement.clone()]);
+        for (other, expected) in [(DType::BF16, DType::F32), (DType::F16, DType::F32), (DType::F64, DType::F64)] {
+            let (a, b) = (ones(DType::F32)?, ones(other)?);
+            for product in [a.matmul(&b)?, b.matmul(&a)?, a.linear(&b, None)?] {
+                assert_eq!(
+                    (product.dtype(), product.full_tensor()?.to_dtype(DType::F32)?.to_vec2::<f32>()?),
+                    (expected, vec![vec![4.0; 4]; 4])
+                );
+            }
+        }
+        assert_eq!(ones(DType::BF16)?.matmul(&ones(DType::F16)?)?.dtype(), DType::F32);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_scattered_diagonal_replaces_infinities_and_keeps_the_signs_of_zeros() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[f64::INFINITY, -0.0, -0.0, f64::NAN], DType::F64, mesh, &Replicate)?;
+        let x = x.reshape(&[2, 2])?.redistribute([placement.clone()])?;
+        let source = reals(&[1.0, -0.0], DType::F64, mesh, &placement)?;
+        let bits = x.diagonal_scatter(&source, 0, [0, 1])?.full_tensor()?.flatten_all()?.to_vec1::<f64>()?;
+        let bits: Vec<u64> = bits.iter().map(|x| x.to_bits()).collect();
+        assert_eq!(bits, [1.0, -0.0, -0.0, -0.0].map(f64::to_bits));
+        Ok(())
+    });
+}
+
+#[test]
+fn the_gradient_of_polygamma_exists_at_the_largest_order() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[1.0, 2.0], DType::F64, mesh, &placement)?.requires_grad();
+        x.polygamma(u32::MAX)?.sum_all()?.backward()?.get(&x)?.full_tensor()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn damaged_windows_and_histograms_are_refused() {
+    everywhere(|mesh, placement| {
+        let ones = |shape: &[usize]| DTensor::ones(shape, DType::F64, mesh, [placement.clone()]);
+        let x = ones(&[1, 1, 4, 4, 4])?;
+        assert!(x.conv3d(&ones(&[1; 6])?, None, ConvOptions::default()).is_err(), "a weight of six dimensions");
+        assert!(x.conv3d(&ones(&[1])?, None, ConvOptions::default()).is_err(), "a weight of one dimension");
+        assert!(ones(&[3, 0])?.histogramdd(&[], None, false).is_err(), "no dimensions to count in");
+        let edges = DTensor::arange(0.0..1000.0, DType::F64, mesh, [Replicate])?;
+        assert!(ones(&[3, 8])?.histogramdd(&[&edges; 8], None, false).is_err(), "10^24 bins");
         Ok(())
     });
 }
