@@ -14,6 +14,7 @@ pub mod counting;
 pub mod disagreements;
 pub mod errors;
 pub mod layout_pairs;
+pub mod own_process;
 pub mod parameters;
 pub mod process_memory;
 pub mod public_models;

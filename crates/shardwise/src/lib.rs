@@ -43,7 +43,7 @@
 //! `CANDLE_NUM_THREADS`; the first launch of more than one rank sets the variable unless it is already set. A program in
 //! which C code reads the environment from another thread at that moment must set the variable itself.
 
-// The order of the modules is the architecture: a module uses only modules above it. `tests/architecture` enforces it.
+// The order of the modules is the architecture: a module uses only modules above it. `tests/communication/architecture` enforces it.
 
 pub mod error;
 mod rank_context;

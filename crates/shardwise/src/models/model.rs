@@ -13,7 +13,7 @@ use crate::tensor::DTensor;
 ///
 /// It is a [`Module`] with a loss and, optionally, names of its weights in files. Fields of type [`Heads`](crate::nn::Heads)
 /// and [`PlanHints`](crate::nn::PlanHints) give planners what they cannot see in the parameters. Custom models implement
-/// the same trait as those of this crate; `crates/tests-outside/tests/model.rs` has one with two inputs and shared weights.
+/// the same trait as those of this crate; `crates/tests-outside/src/model.rs` has one with two inputs and shared weights.
 ///
 /// ```
 /// use shardwise::models::{Model, export};

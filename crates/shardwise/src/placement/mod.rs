@@ -119,7 +119,7 @@ impl Placement {
     }
 }
 
-// The only functions that match on the kinds of shards; `tests/architecture` checks it.
+// The only functions that match on the kinds of shards; `tests/communication/architecture` checks it.
 impl Placement {
     /// The tensor dimension that is sharded, as written (it may be negative).
     #[inline]

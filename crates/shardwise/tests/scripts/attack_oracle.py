@@ -1,7 +1,7 @@
-"""Answers the calls of the attack suite (`tests/attack`) with PyTorch's values: reads one call per line as JSON, writes one
+"""Answers the calls of the attack suite (`tests/operators/attack`) with PyTorch's values: reads one call per line as JSON, writes one
 answer per line. Exits with 77 if there is no PyTorch.
 
-Inputs are computed from their seeds, bit by bit as `tests/attack/numbers.rs` does.
+Inputs are computed from their seeds, bit by bit as `tests/operators/attack/numbers.rs` does.
 
 An answer holds, per output and per gradient, PyTorch's type and shape, and at sampled positions the expected value and how far
 a result may be from it. The expected value is that of the same call in f64 on the exactly converted inputs, and the distance

@@ -1,4 +1,4 @@
-"""Records which tokens of conversations transformers attributes to the assistant, for tests/conversations.rs.
+"""Records which tokens of conversations transformers attributes to the assistant, for tests/models/conversations.rs.
 
     python record_answer_masks.py > ../data/answer_masks.jsonl
 """

@@ -1,4 +1,4 @@
-"""Records how transformers renders chat templates, for tests/text.rs.
+"""Records how transformers renders chat templates, for tests/models/text.rs.
 
     python record_chat_templates.py > ../data/chat_templates.jsonl
 """

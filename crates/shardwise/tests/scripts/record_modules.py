@@ -1,4 +1,4 @@
-"""Records outputs and gradients of modules of torch.nn in f64, for tests/torch_modules.rs: writes data/modules.jsonl.
+"""Records outputs and gradients of modules of torch.nn in f64, for tests/training/torch_modules.rs: writes data/modules.jsonl.
 
 One line per module: its name and options, the state, the inputs, the outputs, and the gradients of inputs and parameters for the sum of
 all outputs with the weights cos(i + 1) of their elements i.

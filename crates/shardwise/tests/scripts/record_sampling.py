@@ -1,4 +1,4 @@
-"""Records what transformers' logits processors leave of random logits, for tests/sampling.rs.
+"""Records what transformers' logits processors leave of random logits, for tests/models/sampling.rs.
 
     python record_sampling.py > ../data/sampling.jsonl
 """

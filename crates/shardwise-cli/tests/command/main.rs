@@ -1,0 +1,16 @@
+//! The command, as a user runs it: arguments, output, files, exit codes.
+
+mod bench;
+mod ckpt;
+mod fine_tuning;
+mod generate;
+mod gguf;
+mod help;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod plan;
+mod program;
+mod report_command;
+mod stranger;
+mod train;
+mod train_resume;

@@ -1,0 +1,17 @@
+//! Checkpoints: formats, ranks, damage, crashes, memory.
+
+mod checkpoint;
+mod checkpoint_corruption;
+mod checkpoint_crash;
+mod checkpoint_fuzz;
+mod checkpoint_gguf;
+mod checkpoint_integrity;
+mod checkpoint_memory;
+mod checkpoint_parity;
+mod checkpoint_plans;
+mod checkpoint_pytorch_entries;
+mod checkpoint_ranks;
+mod checkpoint_training_state;
+mod full_disk;
+mod state_dict;
+mod state_exchange;

@@ -1,0 +1,34 @@
+//! Values and communication: layouts, meshes, collectives, redistribution, sharded tensors, errors, reports; and the rules of the house.
+
+mod absurd_sizes;
+mod agreement;
+mod architecture;
+mod collectives;
+mod communication_lock;
+mod device_mesh;
+mod dry_run;
+mod dtensor;
+mod error_kinds;
+mod error_messages;
+mod explicit_redistribution;
+mod immutability;
+mod layout_properties;
+mod links;
+mod misuse;
+mod pictures;
+mod printing;
+mod pytorch_names;
+mod pytorch_parity;
+mod random_draws;
+mod redistribution;
+mod redistribution_optimality;
+mod remote_shards;
+mod report;
+mod scoped_launch;
+mod sharded_parity;
+mod sharded_reshard;
+mod sharded_scenarios;
+mod sharded_tensor;
+mod step_reports;
+mod unsupported;
+mod waiting_ranks;

@@ -1,0 +1,33 @@
+//! Operators and gradients in every placement, compared with one device, PyTorch and exact arithmetic.
+
+mod attack;
+mod attention;
+mod attention_head_sharding;
+mod attention_memory;
+mod autograd_graph;
+mod backward_communication;
+mod block_masks;
+mod communication_bounds;
+mod convolutions;
+mod custom_rules;
+mod determinism;
+mod edge_values;
+mod einsum;
+mod exact_integers;
+mod forward_mode;
+mod gradients;
+mod half_precision;
+mod indexing;
+mod linear_activation;
+mod local_gradients;
+mod operator_overloads;
+mod ops_bad_input;
+mod ops_oracle;
+mod ops_table;
+mod order_statistics;
+mod packed_documents;
+mod pytorch;
+mod pytorch_operators;
+mod quantized;
+mod random_programs;
+mod residual_norm;
