@@ -247,17 +247,17 @@ fn train(mesh: &Mesh, plan: &ShardingPlan, series: &Series, until: u64) -> Resul
 }
 
 /// A directory that is removed at the end.
-struct Place(PathBuf);
+struct TestDirectory(PathBuf);
 
-impl Place {
+impl TestDirectory {
     fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("shardwise-model-outside-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
-        Place(path)
+        TestDirectory(path)
     }
 }
 
-impl Drop for Place {
+impl Drop for TestDirectory {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
@@ -346,7 +346,7 @@ fn a_plan_search_and_estimates_run_the_step_without_data() {
 
 #[test]
 fn a_run_resumes_on_another_mesh_with_the_losses_of_the_uninterrupted_run() {
-    let place = Place::new("resume");
+    let place = TestDirectory::new("resume");
     let series = |name: &str| Series::new(place.0.join(name));
     let mesh = |axis: &str, size: usize| Mesh::new([(axis, size)]).unwrap();
     let one = sharded().plan(&CONFIG, &mesh("dp", 1)).unwrap();
@@ -384,7 +384,7 @@ fn header(path: &Path) -> BTreeMap<String, (String, Vec<usize>)> {
 
 #[test]
 fn an_export_has_the_names_of_the_model_and_is_read_back() {
-    let place = Place::new("export");
+    let place = TestDirectory::new("export");
     let path = place.0.join("hf");
     let numbers = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let written = |world: World| {

@@ -115,7 +115,7 @@ impl Net {
 }
 
 /// Where the weights of a run are.
-type Place = fn(&str, &[usize]) -> Vec<Placement>;
+type Placing = fn(&str, &[usize]) -> Vec<Placement>;
 
 /// Three groups, each with a different optimizer, and a schedule.
 fn optimizer(net: &Net, signs: &SignSgd, rows: &RowNorm) -> Result<ShardedOptimizer> {
@@ -139,7 +139,7 @@ struct Files {
 }
 
 /// Trains for some steps and returns the weights by name.
-fn train(ranks: usize, place: Place, range: Range<u64>, files: Files) -> Vec<(String, Vec<f64>)> {
+fn train(ranks: usize, place: Placing, range: Range<u64>, files: Files) -> Vec<(String, Vec<f64>)> {
     let run = move |world: World| {
         let mesh = world.mesh([("dp", world.size())])?;
         mesh.manual_seed(5);
@@ -208,7 +208,7 @@ fn by_columns(_: &str, shape: &[usize]) -> Vec<Placement> {
 fn custom_optimizers_do_not_depend_on_the_layout() {
     let expected = train(1, replicated, 0..6, Files::default());
     for ranks in [2, 3, 4] {
-        for place in [replicated as Place, by_rows, by_columns] {
+        for place in [replicated as Placing, by_rows, by_columns] {
             assert_same(&train(ranks, place, 0..6, Files::default()), &expected, &format!("{ranks} ranks"));
         }
     }
