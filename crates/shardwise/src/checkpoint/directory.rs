@@ -42,6 +42,8 @@ impl Staging {
     /// As [`new`](Self::new), for a target that may also have files of these names, which are replaced too.
     pub(super) fn replacing(target: &Path, id: u64, others: &dyn Fn(&str) -> bool) -> Result<Self> {
         check_no_scheme(target)?;
+        // The directory that a link leads to is replaced, not the link, which may lead to another disk.
+        let target = &real_target(target)?;
         check_replaceable(target, others)?;
         let parent = parent_of(target);
         fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
@@ -76,6 +78,24 @@ impl Drop for Staging {
 fn sibling_path(target: &Path, suffix: &str) -> PathBuf {
     let name = target.file_name().map_or_else(|| "checkpoint".into(), |n| n.to_string_lossy().into_owned());
     target.with_file_name(format!(".{name}.{suffix}"))
+}
+
+/// The directory that a save to `target` replaces: where its links lead. The path of a directory without a name, such as `.`,
+/// gets one.
+fn real_target(target: &Path) -> Result<PathBuf> {
+    let is_link = target.is_symlink();
+    if !is_link && target.file_name().is_some() {
+        return Ok(target.to_path_buf());
+    }
+    match fs::canonicalize(target) {
+        Err(error) if is_link => {
+            let to = fs::read_link(target).map_or_else(|_| String::new(), |to| format!(" to {}", to.display()));
+            let found = format!("{}, a link{to} that leads nowhere: {error}", target.display());
+            let fix = "create the directory that the link leads to, or remove the link";
+            Err(ErrorKind::path(target).error("path", found, "a directory, or no file yet", fix))
+        }
+        found => found.map_err(|error| unwritable(target, &error)),
+    }
 }
 
 /// Refuses a path with a URL scheme: it would be taken for a relative path.
@@ -164,7 +184,11 @@ fn commit(staged: &Path, target: &Path) -> Result<()> {
 
 /// Where the old contents of a target are while new ones replace them, and after a crash at that moment.
 pub(super) fn previous_path(target: &Path) -> PathBuf {
-    sibling_path(target, PREVIOUS)
+    // Beside the directory that a link leads to. At that moment the link leads nowhere, but says where.
+    match fs::read_link(target) {
+        Ok(to) => sibling_path(&parent_of(target).join(to), PREVIOUS),
+        Err(_) => sibling_path(target, PREVIOUS),
+    }
 }
 
 /// The error for a path that cannot be written.
@@ -186,12 +210,34 @@ pub(crate) fn unwritable(path: &Path, error: &io::Error) -> Error {
 fn remove_stale_staging(target: &Path) -> Result<()> {
     let prefix =
         sibling_path(target, STAGING_PREFIX).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    for entry in fs::read_dir(parent_of(target))? {
+    remove_where(&parent_of(target), &|name| {
+        name.strip_prefix(&prefix).is_some_and(|rest| !staging_process(rest).is_some_and(may_be_running))
+    })
+}
+
+/// Removes what killed saves and removals to any target in `root` have left: their staging directories, and what was renamed
+/// to be removed. `is_removed` says which names the latter have.
+pub(super) fn remove_leftovers(root: &Path, is_removed: &dyn Fn(&str) -> bool) -> Result<()> {
+    let infix = format!(".{STAGING_PREFIX}");
+    // This process may be saving another target right now.
+    let is_active = |name: &str| ACTIVE.lock().iter().any(|target| target.file_name().is_some_and(|own| own == name));
+    remove_where(root, &|name| {
+        let staging = name.strip_prefix('.').and_then(|name| name.split_once(&infix));
+        let is_stale =
+            |(target, rest)| staging_process(rest).is_some_and(|id| !may_be_running(id)) && !is_active(target);
+        is_removed(name) || staging.is_some_and(is_stale)
+    })
+}
+
+/// The process in the name of a staging directory, from what follows the prefix.
+fn staging_process(rest: &str) -> Option<u32> {
+    rest.split_once('-').and_then(|(digits, _)| digits.parse().ok())
+}
+
+fn remove_where(directory: &Path, is_stale: &dyn Fn(&str) -> bool) -> Result<()> {
+    for entry in fs::read_dir(directory)? {
         let entry = entry?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let Some(rest) = name.strip_prefix(&prefix) else { continue };
-        let process: Option<u32> = rest.split('-').next().and_then(|digits| digits.parse().ok());
-        if !process.is_some_and(may_be_running) {
+        if is_stale(&entry.file_name().to_string_lossy()) {
             remove(&entry.path())?;
         }
     }
@@ -205,7 +251,7 @@ pub(super) fn parent_of(target: &Path) -> PathBuf {
     }
 }
 
-fn remove(path: &Path) -> Result<()> {
+pub(super) fn remove(path: &Path) -> Result<()> {
     match if path.is_file() { fs::remove_file(path) } else { fs::remove_dir_all(path) } {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other.map_err(|error| unwritable(path, &error)),
@@ -260,6 +306,32 @@ mod tests {
         assert!(Staging::new(&target, 10).err().unwrap().to_string().contains("notes.txt"));
         assert!(Staging::new(&target.join("notes.txt"), 10).err().unwrap().to_string().contains("a file"));
         fs::remove_file(target.join("notes.txt")).unwrap();
+        fs::remove_dir_all(&root).unwrap();
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_link_stays_and_the_directory_that_it_leads_to_is_replaced() {
+        let root = std::env::temp_dir().join(format!("shardwise-directory-link-{}", std::process::id()));
+        let (disk, link) = (root.join("disk"), root.join("link"));
+        fs::create_dir_all(disk.join("state")).unwrap();
+        std::os::unix::fs::symlink("disk/state", &link).unwrap();
+        for content in ["one", "two"] {
+            let staging = Staging::new(&link, 1).unwrap();
+            // beside the real directory, which may be on another disk than the link
+            assert!(staging.path().starts_with(disk.canonicalize().unwrap()), "{:?}", staging.path());
+            fs::write(staging.path().join("x.safetensors"), content).unwrap();
+            staging.commit().unwrap();
+            assert!(link.is_symlink());
+            assert_eq!(fs::read_to_string(disk.join("state/x.safetensors")).unwrap(), content);
+            assert_eq!((fs::read_dir(&root).unwrap().count(), fs::read_dir(&disk).unwrap().count()), (2, 1));
+        }
+        assert_eq!(previous_path(&link).file_name().unwrap(), ".state.previous");
+        // a link that leads nowhere is named with where it leads
+        fs::remove_dir_all(&disk).unwrap();
+        let error = Staging::new(&link, 1).err().unwrap().to_string();
+        assert!(error.contains("disk/state") && error.contains("remove the link"), "{error}");
+        assert!(link.is_symlink());
         fs::remove_dir_all(&root).unwrap();
     }
 }

@@ -4,6 +4,7 @@ use std::fs;
 use std::panic::Location;
 use std::path::{Path, PathBuf};
 
+use super::directory::{remove, remove_leftovers};
 use super::files::LoadReport;
 use super::load_options::StateLoadOptions;
 use super::open::format_of;
@@ -14,6 +15,9 @@ use super::save_options::SaveOptions;
 use super::state::State;
 use crate::comm::{World, all_ok, gather_texts};
 use crate::error::{ErrorKind, Result};
+
+/// What a checkpoint is called while it is removed, before its step.
+const REMOVED_PREFIX: &str = ".removed-";
 
 /// A directory with one checkpoint per training step, `step-00000010` and so on.
 ///
@@ -87,7 +91,9 @@ impl Series {
     /// # Errors
     /// [`ErrorKind::Path`] if the directory cannot be changed.
     pub fn remove(&self, step: u64) -> Result<()> {
-        let (path, aside) = (self.path(step), self.root.join(format!(".removed-{step:08}")));
+        let (path, aside) = (self.path(step), self.root.join(format!("{REMOVED_PREFIX}{step:08}")));
+        // One that a killed process has not removed completely would be in the way.
+        remove(&aside)?;
         let removed = fs::rename(&path, &aside).and_then(|()| fs::remove_dir_all(&aside));
         removed.map_err(|error| {
             let found = format!("{}, which could not be removed: {error}", path.display());
@@ -184,21 +190,24 @@ impl Series {
         async_save(world, self.path(step), state, &self.options)
     }
 
-    /// Removes checkpoints beyond [`keep`](Self::keep), counting back from `step`.
+    /// Removes checkpoints beyond [`keep`](Self::keep), counting back from `step`, and what killed processes have left of saves and
+    /// removals.
     ///
     /// Collective: rank 0 removes them. Checkpoints of later steps, which a run that was restarted from an earlier one has left,
     /// stay.
     #[track_caller]
     pub fn prune(&self, world: &World, step: u64) -> Result<()> {
-        let removed = match (self.keep, world.rank()) {
-            (Some(keep), 0) => self.steps().and_then(|mut steps| {
+        let removed = || {
+            if let Some(keep) = self.keep {
+                let mut steps = self.steps()?;
                 steps.retain(|&s| s <= step);
                 let old = &steps[..steps.len().saturating_sub(keep)];
-                old.iter().try_for_each(|&step| self.remove(step))
-            }),
-            _ => Ok(()),
+                old.iter().try_for_each(|&step| self.remove(step))?;
+            }
+            let digits = |name: &str| name.strip_prefix(REMOVED_PREFIX).is_some_and(|step| step.parse::<u64>().is_ok());
+            if self.root.is_dir() { remove_leftovers(&self.root, &digits) } else { Ok(()) }
         };
-        all_ok(world, removed, Location::caller())
+        all_ok(world, if world.rank() == 0 { removed() } else { Ok(()) }, Location::caller())
     }
 }
 

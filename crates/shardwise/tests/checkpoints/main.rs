@@ -6,6 +6,7 @@ mod checkpoint_crash;
 mod checkpoint_fuzz;
 mod checkpoint_gguf;
 mod checkpoint_integrity;
+mod checkpoint_leftovers;
 mod checkpoint_memory;
 mod checkpoint_parity;
 mod checkpoint_plans;
