@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use shardwise::launch_scoped;
-use shardwise::models::{self, export_hf, load_adapter, load_text_files};
+use shardwise::models::{self, export_hf_with, load_adapter, load_text_files};
 use shardwise::nn::Module;
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;
@@ -65,6 +65,8 @@ impl StoredDtype {
 
 pub(super) fn run(options: &MergeLoraOptions) -> Result<()> {
     check_model_target(&options.to, Some(&options.base), options.overwrite)?;
+    let has_text = options.base.is_file() || options.base.join(TextFiles::NAMES[0]).exists();
+    let files = if has_text { load_text_files(&options.base)? } else { TextFiles::default() };
     let layers = launch_scoped(options.ranks, |world| {
         let mesh = world.mesh([("tp", options.ranks)])?;
         // In f32, and rounded once.
@@ -73,12 +75,9 @@ pub(super) fn run(options: &MergeLoraOptions) -> Result<()> {
         let merged = lora.merge(&model)?;
         let config = model.config();
         model.to_dtype(options.dtype.unwrap_or(StoredDtype::of(config.json())).dtype())?;
-        export_hf(&world, &options.to, &model, config)?;
+        export_hf_with(&world, &options.to, &model, config, &files)?;
         Ok(merged.len())
     })?;
-    if options.base.is_file() || options.base.join(TextFiles::NAMES[0]).exists() {
-        load_text_files(&options.base)?.write(&options.to)?;
-    }
     let mut out = std::io::stdout().lock();
     match options.json {
         true => writeln!(out, "{}", json!({ "layers": layers, "directory": options.to }))?,

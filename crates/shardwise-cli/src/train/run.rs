@@ -13,7 +13,7 @@ use serde::Serialize;
 use shardwise::comm::{CommReport, Profile};
 use shardwise::data::Batches;
 use shardwise::generate::{Generation, Sampling, UncachedPredictor};
-use shardwise::models::{LanguageModel, export_hf, save_adapter};
+use shardwise::models::{LanguageModel, export_hf_with, save_adapter};
 use shardwise::prelude::*;
 use shardwise::report::{RunReport, page};
 use shardwise::train::TrainingStep;
@@ -400,8 +400,7 @@ impl<'a> RankRun<'a> {
             if let Some(settings) = &job.lora {
                 settings.lora.merge(model)?;
             }
-            export_hf(self.world, path, model, &job.config)?;
-            self.world.on_first_rank(|| tokens.files.write(path))?;
+            export_hf_with(self.world, path, model, &job.config, &tokens.files)?;
         }
         let summary = self.summary(held_out_loss, sample);
         self.write(&|progress| {

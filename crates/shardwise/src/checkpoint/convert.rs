@@ -120,7 +120,7 @@ pub fn convert(
 /// Files that are written together with a checkpoint, and replaced with it.
 pub(crate) struct FilesBeside<'a> {
     /// Names and contents.
-    pub(crate) written: Vec<(&'static str, String)>,
+    pub(crate) written: Vec<(&'static str, Vec<u8>)>,
     /// Names of files at the target that may be replaced.
     pub(crate) replaced: &'a dyn Fn(&str) -> bool,
 }
@@ -152,10 +152,11 @@ pub(crate) fn convert_beside(
     let plan = plan_files(&source, &contents, options, writer)?;
     let staging = Staging::replacing(to, 0, others.replaced)?;
     let files = write_all(staging.path(), writer, plan, (&contents.values, &contents.paths), progress)?;
-    for (name, text) in beside.iter().chain(&others.written) {
+    let beside = beside.iter().map(|(name, text)| (name, text.as_bytes()));
+    for (name, content) in beside.chain(others.written.iter().map(|(name, content)| (name, &content[..]))) {
         let path = staging.path().join(name);
         let directory = path.parent().map_or(Ok(()), fs::create_dir_all);
-        directory.and_then(|()| fs::write(&path, text)).map_err(|error| unwritable(&path, &error))?;
+        directory.and_then(|()| fs::write(&path, content)).map_err(|error| unwritable(&path, &error))?;
     }
     let (tensors, bytes) = (contents.tensors.len(), contents.bytes() as u64);
     let done = Conversion { tensors, files: files.len(), bytes, left_out, unreadable };

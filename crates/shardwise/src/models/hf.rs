@@ -13,13 +13,13 @@ use super::names::WeightName;
 use super::weights::parameter;
 use crate::checkpoint::{ConvertOptions, FilesBeside, Format, State, convert_beside, save, unwritable};
 use crate::comm::{World, all_ok};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::param::Param;
 use crate::tensor::DTensor;
 use crate::text::TextFiles;
 
 /// Writes a model in Hugging Face's format: `model.safetensors` (or several files with an index, if it is large) and
-/// `config.json`.
+/// `config.json`. [`export_hf_with`] writes a tokenizer, too.
 ///
 /// Tensors have the [`weight_names`](Model::weight_names) of the model, which are those of `LlamaForCausalLM` and
 /// `GPT2LMHeadModel` for models of this crate; `config.json` has the [`hf_config`](ModelSpec::hf_config) of the sizes.
@@ -62,7 +62,36 @@ pub fn export_hf(
     model: &dyn Model,
     config: &(impl ModelSpec + ?Sized),
 ) -> Result<()> {
-    let (path, site) = (path.as_ref(), Location::caller());
+    write_export(world, path.as_ref(), model, config, &TextFiles::default(), Location::caller())
+}
+
+/// Writes a model as [`export_hf`] does, with the files of its tokenizer: the directory has all of them or none.
+///
+/// Collective: all ranks of the world must call it; the files are those that the first rank passes. A model that was trained on
+/// bytes has [`TextFiles::bytes`].
+///
+/// # Errors
+/// As [`export_hf`].
+#[doc(alias = "save_pretrained")]
+#[track_caller]
+pub fn export_hf_with(
+    world: &World,
+    path: impl AsRef<Path>,
+    model: &dyn Model,
+    config: &(impl ModelSpec + ?Sized),
+    files: &TextFiles,
+) -> Result<()> {
+    write_export(world, path.as_ref(), model, config, files, Location::caller())
+}
+
+fn write_export(
+    world: &World,
+    path: &Path,
+    model: &dyn Model,
+    config: &(impl ModelSpec + ?Sized),
+    files: &TextFiles,
+    site: Site,
+) -> Result<()> {
     all_ok(world, check_export(path), site)?;
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
     let dtype = params.values().next().map_or(DType::F32, Param::dtype);
@@ -77,7 +106,8 @@ pub fn export_hf(
         let text = config.map(|config| serde_json::to_string_pretty(&config)).transpose().map_err(Error::other)?;
         // The files of an earlier export are there until all of the new one is: a full disk loses nothing.
         let replaced = |name: &str| beside_weights().any(|own| own == name);
-        let written = text.map(|text| ("config.json", text + "\n")).into_iter().collect();
+        let config = text.map(|text| ("config.json", (text + "\n").into_bytes()));
+        let written = config.into_iter().chain(files.contents()).collect();
         let beside = FilesBeside { written, replaced: &replaced };
         let converted = convert_beside(&parts, path, &ConvertOptions::to(Format::HuggingFace), &beside, &|_| {});
         fs::remove_dir_all(&parts).map_err(|error| unwritable(&parts, &error))?;

@@ -42,13 +42,7 @@ impl TextFiles {
     /// # Errors
     /// [`ErrorKind::Path`] if a file cannot be written.
     pub fn write(&self, directory: impl AsRef<Path>) -> Result<()> {
-        let json = |value: &Value| match value {
-            Value::Null => Vec::new(),
-            value => format!("{value:#}\n").into_bytes(),
-        };
-        let template = self.chat_template.clone().unwrap_or_default().into_bytes();
-        let contents = [self.tokenizer.clone(), json(&self.tokenizer_config), json(&self.generation_config), template];
-        for (name, content) in Self::NAMES.iter().zip(contents).filter(|(_, content)| !content.is_empty()) {
+        for (name, content) in self.contents() {
             let path = directory.as_ref().join(name);
             std::fs::write(&path, content).map_err(|error| {
                 let found = format!("{}: {error}", path.display());

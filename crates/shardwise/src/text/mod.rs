@@ -29,6 +29,7 @@ mod special;
 mod strftime;
 mod stream;
 mod tokenizer;
+mod written;
 
 pub use chat::{ChatOptions, ChatTemplate, Message};
 pub use files::TextFiles;
