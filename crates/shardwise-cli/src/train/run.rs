@@ -16,6 +16,7 @@ use shardwise::generate::{Generation, Sampling, UncachedPredictor};
 use shardwise::models::{LanguageModel, export_hf_with, save_adapter};
 use shardwise::prelude::*;
 use shardwise::report::{RunReport, page};
+use shardwise::text::TextFiles;
 use shardwise::train::TrainingStep;
 
 use super::checkpoints::{self, ResumePoint, Saver, cannot_write};
@@ -400,7 +401,9 @@ impl<'a> RankRun<'a> {
             if let Some(settings) = &job.lora {
                 settings.lora.merge(model)?;
             }
-            export_hf_with(self.world, path, model, &job.config, &tokens.files)?;
+            // A model of bytes has a tokenizer that other libraries know.
+            let bytes = tokens.files.tokenizer.is_empty().then(TextFiles::bytes);
+            export_hf_with(self.world, path, model, &job.config, bytes.as_ref().unwrap_or(&tokens.files))?;
         }
         let summary = self.summary(held_out_loss, sample);
         self.write(&|progress| {
