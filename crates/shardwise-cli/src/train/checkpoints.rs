@@ -3,7 +3,7 @@
 use shardwise::error::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use shardwise::checkpoint::{self, AsyncSave, Catalog, Series, State, Value};
+use shardwise::checkpoint::{self, AsyncSave, Series, State, Value};
 use shardwise::models::{LanguageModel, ModelConfig};
 use shardwise::prelude::*;
 use shardwise::text::TextFiles;
@@ -36,40 +36,77 @@ pub(super) struct ResumePoint {
     samples: u64,
     /// Seed of the shuffling.
     seed: u64,
+    /// Checkpoints of earlier steps of the same run, the latest one first.
+    older: Vec<PathBuf>,
+    /// Checkpoints of later steps whose metadata are damaged.
+    skipped: Vec<SkippedCheckpoint>,
+}
+
+/// A damaged checkpoint, in whose place an older one was resumed from.
+#[derive(Clone)]
+pub(super) struct SkippedCheckpoint {
+    path: PathBuf,
+    error: String,
+}
+
+impl std::fmt::Display for SkippedCheckpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "passing over {}: {}", self.path.display(), self.error)
+    }
+}
+
+/// The checkpoint that a run was resumed from.
+pub(super) struct ResumedFrom {
+    pub(super) path: PathBuf,
+    /// Whether the run has other data than the one that saved it, so that it starts with the first batch.
+    pub(super) other_data: bool,
+    /// Newer checkpoints that are damaged.
+    pub(super) skipped: Vec<SkippedCheckpoint>,
 }
 
 impl ResumePoint {
-    /// Reads the metadata of the checkpoint at a path: the latest one in an output directory or in a directory of checkpoints,
-    /// or a single checkpoint.
+    /// Reads the metadata of the checkpoint at a path: the latest one in an output directory or in a directory of checkpoints
+    /// that is not damaged, or a single checkpoint.
     pub(super) fn find(path: &Path) -> Result<ResumePoint> {
-        let latest = match series(path).latest()? {
-            Some(latest) => Some(latest),
-            None => Series::new(path).latest()?,
-        };
-        let path = latest.unwrap_or_else(|| path.to_path_buf());
-        let bad = |error: Error| {
-            let (found, needed) = (format!("{}: {error}", path.display()), "a checkpoint that `shardwise train` saved");
-            ErrorKind::Argument.error(
-                "checkpoint to resume",
-                found,
-                needed,
-                "pass the directory of one, or train without --resume",
-            )
-        };
-        let read = |catalog: &Catalog| -> Result<ResumePoint> {
-            let number = |name: &str| -> Result<u64> { Ok(catalog.value(name)?.read::<i64>()?.cast_unsigned()) };
-            let (step, samples, seed) = (number("step")?, number("data.samples")?, number("data.seed")?);
-            let settings = TrainSettings { seed: Some(seed), ..catalog.value("settings")?.read()? };
-            Ok(ResumePoint {
-                path: path.clone(),
-                config: catalog.value("config")?.read()?,
-                settings,
-                step,
-                samples,
-                seed,
-            })
-        };
-        checkpoint::open(&path).and_then(|catalog| read(&catalog)).map_err(bad)
+        let mut found = checkpoints_in(path, &series(path))?;
+        if found.is_empty() {
+            found = checkpoints_in(path, &Series::new(path))?;
+        }
+        if found.is_empty() {
+            found.push(path.to_path_buf());
+        }
+        let mut skipped = Vec::new();
+        let mut first = None;
+        for (position, path) in found.iter().enumerate() {
+            match ResumePoint::read(path) {
+                Ok(point) => return Ok(ResumePoint { older: found[position + 1..].to_vec(), skipped, ..point }),
+                Err(error) => {
+                    skipped.push(SkippedCheckpoint { path: path.clone(), error: error.to_string() });
+                    first.get_or_insert((path, error));
+                }
+            }
+        }
+        let (path, error) = first.expect("there is one path at least");
+        let (found, needed) =
+            (format!("{}: {}", path.display(), error.found()), "a checkpoint that `shardwise train` saved");
+        let fix = "pass the directory of one, or train without --resume";
+        Err(ErrorKind::Argument.error("checkpoint to resume", found, needed, fix))
+    }
+
+    /// Reads the metadata of one checkpoint.
+    fn read(path: &Path) -> Result<ResumePoint> {
+        let catalog = checkpoint::open(path)?;
+        let number = |name: &str| -> Result<u64> { Ok(catalog.value(name)?.read::<i64>()?.cast_unsigned()) };
+        let (step, samples, seed) = (number("step")?, number("data.samples")?, number("data.seed")?);
+        let settings = TrainSettings { seed: Some(seed), ..catalog.value("settings")?.read()? };
+        let config = catalog.value("config")?.read()?;
+        let (path, older, skipped) = (path.to_path_buf(), Vec::new(), Vec::new());
+        Ok(ResumePoint { path, config, settings, step, samples, seed, older, skipped })
+    }
+
+    /// The checkpoints that were passed over so far.
+    pub(super) fn skipped(&self) -> &[SkippedCheckpoint] {
+        &self.skipped
     }
 
     /// Tokenizer and chat template of a run that began with a model of another library, from its output directory.
@@ -110,10 +147,36 @@ impl ResumePoint {
         Err(ErrorKind::Argument.error("checkpoint to resume", found, needed, fix))
     }
 
-    /// Loads the checkpoint into a new run, in the layouts of that run. Collective.
-    ///
-    /// Returns whether the run has other data than the one that saved the checkpoint: then it starts with the first batch.
-    pub(super) fn load(&self, world: &World, run: &mut TrainingRun, job: &TrainJob) -> Result<bool> {
+    /// Loads the checkpoint into a new run, in the layouts of that run; an older one if the tensors of this one are damaged, which
+    /// only reading them shows. Collective.
+    pub(super) fn load(&self, world: &World, run: &mut TrainingRun, job: &TrainJob) -> Result<ResumedFrom> {
+        let first = match self.load_this(world, run, job) {
+            Ok(other_data) => {
+                return Ok(ResumedFrom { path: self.path.clone(), other_data, skipped: self.skipped.clone() });
+            }
+            Err(error) => error,
+        };
+        let skip =
+            |path: &Path, error: &Error| SkippedCheckpoint { path: path.to_path_buf(), error: error.to_string() };
+        let mut skipped = self.skipped.clone();
+        skipped.push(skip(&self.path, &first));
+        for path in &self.older {
+            // Every rank needs the metadata; that of the first one decides, so that all of them go on to the same checkpoint.
+            let loaded = world.on_first_rank(|| ResumePoint::read(path).map(drop)).and_then(|_| {
+                let point = ResumePoint::read(path)?;
+                point.check(job)?;
+                point.load_this(world, run, job)
+            });
+            match loaded {
+                Ok(other_data) => return Ok(ResumedFrom { path: path.clone(), other_data, skipped }),
+                Err(error) => skipped.push(skip(path, &error)),
+            }
+        }
+        Err(first)
+    }
+
+    /// Loads this checkpoint and no other; whether the run has other data. Changes nothing if it fails. Collective.
+    fn load_this(&self, world: &World, run: &mut TrainingRun, job: &TrainJob) -> Result<bool> {
         let TrainingRun { trainer, mesh, batches, step } = run;
         let (model, optimizer) = (&*trainer.model, &mut trainer.optimizer);
         let order = batches.order();
@@ -128,6 +191,17 @@ impl ResumePoint {
         optimizer.set_schedule(job.schedule);
         Ok(other_data)
     }
+}
+
+/// The checkpoints of a series in or at a directory, the latest one first.
+fn checkpoints_in(path: &Path, series: &Series) -> Result<Vec<PathBuf>> {
+    let unreadable = |error: Error| -> Error {
+        let found = format!("{}: {}", path.display(), error.found());
+        let fix = "pass the directory of a run, or train without --resume";
+        ErrorKind::Argument.error("checkpoint to resume", found, "a directory that can be read", fix)
+    };
+    let steps = series.steps().map_err(unreadable)?;
+    Ok(steps.into_iter().rev().map(|step| series.path(step)).collect())
 }
 
 /// Loads only the parameters and buffers of a model from a checkpoint. Collective.
@@ -169,7 +243,7 @@ impl<'a> Saver<'a> {
         Ok(())
     }
 
-    /// Saves the last checkpoint unless it exists, and waits until it is on disk. Collective.
+    /// Saves the last checkpoint unless this run has, and waits until it is on disk. Collective.
     pub(super) fn end(&mut self, run: &TrainingRun, job: &TrainJob) -> Result<()> {
         if self.last != Some(run.step) {
             self.save(run, job)?;
@@ -184,32 +258,54 @@ impl<'a> Saver<'a> {
     }
 }
 
-/// Makes sure that the run's checkpoints will be the latest ones in its output directory: deletes those of later steps.
-pub(super) fn clear_later_checkpoints(out: &Path, first: u64, overwrite: bool) -> Result<()> {
-    // A directory that is not writable fails now, not when the first checkpoint is due.
+/// Creates the directory of the checkpoints: one that is not writable fails now, not when the first checkpoint is due.
+pub(super) fn create_directory(out: &Path) -> Result<()> {
     let root = out.join(CHECKPOINTS);
-    std::fs::create_dir_all(&root).map_err(|error| cannot_write("checkpoint directory", &root, &error))?;
+    std::fs::create_dir_all(&root).map_err(|error| cannot_write("checkpoint directory", &root, &error))
+}
+
+/// Makes sure that the run's checkpoints will be the latest ones in its output directory: deletes those of later steps.
+pub(super) fn clear_later_checkpoints(
+    out: &Path,
+    first: u64,
+    skipped: &[SkippedCheckpoint],
+    overwrite: bool,
+) -> Result<()> {
     let series = series(out);
-    later_checkpoints(out, first, overwrite)?.iter().try_for_each(|&step| series.remove(step))
+    later_checkpoints(out, first, skipped, overwrite)?.iter().try_for_each(|&step| series.remove(step))
 }
 
 /// The steps of checkpoints later than the `first` of a run, in its output directory.
 ///
-/// Without `overwrite` they are an error, because `--resume` would find them first.
-pub(super) fn later_checkpoints(out: &Path, first: u64, overwrite: bool) -> Result<Vec<u64>> {
+/// Without `overwrite` they are an error, because `--resume` would find them first. The damaged ones that it has passed over
+/// stay: what is left of them may be worth something to their owner, and `--resume` passes over them again.
+pub(super) fn later_checkpoints(
+    out: &Path,
+    first: u64,
+    skipped: &[SkippedCheckpoint],
+    overwrite: bool,
+) -> Result<Vec<u64>> {
     if !is_run(out) {
         return Ok(Vec::new());
     }
-    let later: Vec<u64> = series(out).steps()?.into_iter().filter(|&step| step > first).collect();
-    match later.last() {
+    let series = series(out);
+    let is_skipped = |step: u64| skipped.iter().any(|skipped| is_same(&skipped.path, &series.path(step)));
+    let later: Vec<u64> = series.steps()?.into_iter().filter(|&step| step > first).collect();
+    match later.iter().rfind(|&&step| !is_skipped(step)) {
         Some(last) if !overwrite => {
             let found =
                 format!("{} has checkpoints up to step {last}, this run starts after step {first}", out.display());
             let fix = "continue from them with --resume, choose another --out, or delete them with --overwrite";
             Err(ErrorKind::Argument.error("output directory", found, "no checkpoints of later steps", fix))
         }
-        _ => Ok(later),
+        _ if overwrite => Ok(later),
+        _ => Ok(Vec::new()),
     }
+}
+
+/// Whether two paths lead to the same file or directory, which exists.
+pub(super) fn is_same(one: &Path, other: &Path) -> bool {
+    one.canonicalize().is_ok_and(|one| other.canonicalize().is_ok_and(|other| one == other))
 }
 
 /// The error for a path that a run cannot write to, with its cause, such as a full disk or a missing permission.

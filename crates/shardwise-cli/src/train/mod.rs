@@ -188,7 +188,8 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     if processes::is_first() {
         output_lock::check_unused(&prepared.job.out)?;
     }
-    checkpoints::later_checkpoints(&prepared.job.out, prepared.first_step(), overwrite)?;
+    let skipped = prepared.resumed.as_ref().map_or(&[][..], ResumePoint::skipped);
+    checkpoints::later_checkpoints(&prepared.job.out, prepared.first_step(), skipped, overwrite)?;
     Ok(prepared)
 }
 

@@ -19,7 +19,7 @@ use shardwise::report::{RunReport, page};
 use shardwise::text::TextFiles;
 use shardwise::train::TrainingStep;
 
-use super::checkpoints::{self, ResumePoint, Saver, cannot_write};
+use super::checkpoints::{self, ResumePoint, ResumedFrom, Saver, cannot_write};
 use super::data::{BatchShape, TextSequences, TokenizedText};
 use super::history::LossHistory;
 use super::model_dir;
@@ -108,15 +108,25 @@ pub(super) static STOP: AtomicBool = AtomicBool::new(false);
 pub(super) static WORLD: OnceLock<World> = OnceLock::new();
 
 impl PreparedRun {
-    /// The number of steps that are already done.
+    /// The number of steps that are already done in the checkpoint to resume from.
     pub(super) fn first_step(&self) -> u64 {
         self.resumed.as_ref().map_or(0, |resumed| resumed.step)
     }
 
-    /// Creates and locks the output directory and opens the files in it. Rank 0 calls it.
-    fn open_outputs(&self) -> Result<Progress> {
+    /// Creates and locks the output directory. Rank 0 calls it.
+    fn lock_output(&self) -> Result<OutputLock> {
+        let lock = OutputLock::take(&self.job.out)?;
+        checkpoints::create_directory(&self.job.out)?;
+        Ok(lock)
+    }
+
+    /// Opens the files in the output directory, after `step` steps. Rank 0 calls it.
+    fn open_outputs(&self, lock: OutputLock, step: u64, from: Option<&ResumedFrom>) -> Result<Progress> {
         let job = &self.job;
-        let lock = OutputLock::take(&job.out)?;
+        let title = format!("{} on {}, {}", job.config.name(), job.mesh, job.plan_name);
+        let view = if self.outputs.plain { None } else { LiveView::new(&title, job.steps) };
+        let skipped = from.map_or(&[][..], |from| &from.skipped);
+        checkpoints::clear_later_checkpoints(&job.out, step, skipped, self.overwrite)?;
         let log = match &job.log {
             Some(path) => {
                 let (append, mut open) = (self.resumed.is_some(), OpenOptions::new());
@@ -125,13 +135,10 @@ impl PreparedRun {
             }
             None => None,
         };
-        checkpoints::clear_later_checkpoints(&job.out, self.first_step(), self.overwrite)?;
         model_dir::write_info(&job.out, job, &self.tokens.files)?;
         let from = self.resumed.as_ref().and_then(ResumePoint::out);
-        let history = LossHistory::begin(&job.out, from, self.first_step())?;
+        let history = LossHistory::begin(&job.out, from, step)?;
         let events = self.outputs.tensorboard.as_deref().map(EventFile::create).transpose()?;
-        let title = format!("{} on {}, {}", job.config.name(), job.mesh, job.plan_name);
-        let view = if self.outputs.plain { None } else { LiveView::new(&title, job.steps) };
         Ok(Progress::new(job.steps, view, log, events, (history, lock)))
     }
 }
@@ -158,8 +165,7 @@ struct RankRun<'a> {
     saver: Saver<'a>,
     /// On rank 0.
     progress: Option<Progress>,
-    /// Whether the data differ from those of the checkpoint, so that batches start over.
-    other_data: bool,
+    from: Option<ResumedFrom>,
     /// Losses of the steps since the start or the resume.
     losses: Vec<f64>,
     /// The collectives of the last step.
@@ -178,7 +184,7 @@ impl<'a> RankRun<'a> {
         // Every process has read these by itself.
         let numbers = [prepared.first_step(), job.steps, job.seed, tokens.fingerprint()];
         world.agree("step, steps, seed and text", &numbers)?;
-        let progress = world.on_first_rank(|| prepared.open_outputs())?;
+        let lock = world.on_first_rank(|| prepared.lock_output())?;
         let mesh = world.device_mesh(job.mesh.clone())?;
         let recipe = TrainerConfig {
             config: &job.config,
@@ -195,10 +201,9 @@ impl<'a> RankRun<'a> {
         let shape = BatchShape { sequences: job.batch, length: job.config.seq_len() };
         let (batches, held_out) = (tokens.batches(&mesh, shape, job.seed)?, tokens.held_out(&mesh, shape)?);
         let mut run = TrainingRun { trainer: recipe.build(&mesh)?, mesh, batches, step: 0 };
-        let other_data = match resumed {
-            Some(resumed) => resumed.load(world, &mut run, job)?,
-            None => false,
-        };
+        let from = resumed.as_ref().map(|resumed| resumed.load(world, &mut run, job)).transpose()?;
+        let open = || lock.map(|lock| prepared.open_outputs(lock, run.step, from.as_ref())).transpose();
+        let progress = world.on_first_rank(open)?.flatten();
         Ok(RankRun {
             world,
             prepared,
@@ -206,7 +211,7 @@ impl<'a> RankRun<'a> {
             held_out,
             saver: Saver::new(world, job),
             progress,
-            other_data,
+            from,
             losses: Vec::new(),
             report: None,
             seconds: 0.0,
@@ -246,6 +251,8 @@ impl<'a> RankRun<'a> {
             )
         });
         let steps = job.steps;
+        let skipped = self.from.iter().flat_map(|from| &from.skipped);
+        skipped.for_each(|skipped| self.print_line(&|| skipped.to_string()));
         if step >= steps {
             self.print_line(&|| {
                 format!("nothing left to train: the checkpoint is at step {step} of {steps}; raise --steps")
@@ -253,7 +260,7 @@ impl<'a> RankRun<'a> {
         } else if self.prepared.resumed.is_some() {
             self.print_line(&|| format!("resuming after step {step} of {steps}"));
         }
-        if self.other_data {
+        if self.from.as_ref().is_some_and(|from| from.other_data) {
             self.print_line(&|| {
                 "the text or the seed differs from the checkpoint: starting with the first batch".into()
             });
