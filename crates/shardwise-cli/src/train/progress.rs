@@ -24,7 +24,8 @@ pub(super) struct Progress {
     view: RefCell<Option<LiveView>>,
     log: RefCell<Option<(PathBuf, BufWriter<File>)>>,
     events: RefCell<Option<EventFile>>,
-    history: RefCell<LossHistory>,
+    /// None if nothing is left to train: then nothing is written.
+    history: RefCell<Option<LossHistory>>,
     /// Times of the steps since the start or the resume, of all ranks.
     times: RefCell<Vec<(u64, Vec<f64>)>>,
     _lock: OutputLock,
@@ -39,7 +40,7 @@ impl Progress {
         view: Option<LiveView>,
         log: Option<(PathBuf, BufWriter<File>)>,
         events: Option<EventFile>,
-        (history, lock): (LossHistory, OutputLock),
+        (history, lock): (Option<LossHistory>, OutputLock),
     ) -> Self {
         let (view, log, events, history) =
             (RefCell::new(view), RefCell::new(log), RefCell::new(events), RefCell::new(history));
@@ -67,7 +68,7 @@ impl Progress {
             None => {}
         }
         self.times.borrow_mut().push((step.step, step.ranks.iter().map(|rank| rank.ms).collect()));
-        self.history.borrow_mut().trained(step.step, step.loss)?;
+        self.history.borrow_mut().as_mut().map_or(Ok(()), |history| history.trained(step.step, step.loss))?;
         let mut scalars = vec![
             ("loss/train".to_string(), step.loss),
             ("lr".to_string(), step.lr),
@@ -87,7 +88,7 @@ impl Progress {
     pub(super) fn evaluation(&self, step: u64, loss: f64) -> Result<()> {
         self.view.borrow_mut().iter_mut().for_each(|view| view.held_out(loss));
         self.print_line(&format!("step {step}: held-out loss {loss:.3}"));
-        self.history.borrow_mut().held_out(step, loss)?;
+        self.history.borrow_mut().as_mut().map_or(Ok(()), |history| history.held_out(step, loss))?;
         self.events(step, &[("loss/held_out".to_string(), loss)])?;
         self.log(&serde_json::json!({ "step": step, "held_out_loss": loss }))
     }
@@ -98,7 +99,8 @@ impl Progress {
 
     /// Draws the losses, including those before a resume.
     pub(super) fn curve(&self, path: &Path, title: &str, unigram: f64, log: bool) -> Result<()> {
-        let (losses, times) = (&self.history.borrow().losses, &self.times.borrow());
+        let (history, times) = (self.history.borrow(), &self.times.borrow());
+        let Some(LossHistory { losses, .. }) = &*history else { return Ok(()) };
         let curves = Curves { losses: &losses.trained, held_out: &losses.held_out, unigram, times };
         write(path, curves.svg(title, log))
     }

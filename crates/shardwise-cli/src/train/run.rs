@@ -19,7 +19,7 @@ use shardwise::report::{RunReport, page};
 use shardwise::text::TextFiles;
 use shardwise::train::TrainingStep;
 
-use super::checkpoints::{self, ResumePoint, ResumedFrom, Saver, cannot_write};
+use super::checkpoints::{self, ResumePoint, ResumedFrom, Saver, cannot_write, is_same};
 use super::data::{BatchShape, TextSequences, TokenizedText};
 use super::history::LossHistory;
 use super::model_dir;
@@ -121,10 +121,13 @@ impl PreparedRun {
     }
 
     /// Opens the files in the output directory, after `step` steps. Rank 0 calls it.
-    fn open_outputs(&self, lock: OutputLock, step: u64, from: Option<&ResumedFrom>) -> Result<Progress> {
+    fn open_outputs(&self, lock: OutputLock, step: u64, from: Option<&ResumedFrom>, is_over: bool) -> Result<Progress> {
         let job = &self.job;
         let title = format!("{} on {}, {}", job.config.name(), job.mesh, job.plan_name);
         let view = if self.outputs.plain { None } else { LiveView::new(&title, job.steps) };
+        if is_over {
+            return Ok(Progress::new(job.steps, view, None, None, (None, lock)));
+        }
         let skipped = from.map_or(&[][..], |from| &from.skipped);
         checkpoints::clear_later_checkpoints(&job.out, step, skipped, self.overwrite)?;
         let log = match &job.log {
@@ -139,7 +142,7 @@ impl PreparedRun {
         let from = self.resumed.as_ref().and_then(ResumePoint::out);
         let history = LossHistory::begin(&job.out, from, step)?;
         let events = self.outputs.tensorboard.as_deref().map(EventFile::create).transpose()?;
-        Ok(Progress::new(job.steps, view, log, events, (history, lock)))
+        Ok(Progress::new(job.steps, view, log, events, (Some(history), lock)))
     }
 }
 
@@ -149,7 +152,7 @@ pub(super) fn train_on_rank(world: &World, prepared: &PreparedRun) -> Result<Run
     let mut run = RankRun::new(world, prepared)?;
     HAS_BEGUN.store(true, Relaxed);
     run.announce();
-    run.stops = any_rank_stops(world)?;
+    run.stops = is_on_any_rank(world, STOP.load(Relaxed))?;
     while run.training.step < prepared.job.steps && !run.stops {
         run.step()?;
     }
@@ -166,6 +169,8 @@ struct RankRun<'a> {
     /// On rank 0.
     progress: Option<Progress>,
     from: Option<ResumedFrom>,
+    /// Whether the run continues a finished one: then it changes nothing in the output directory.
+    is_over: bool,
     /// Losses of the steps since the start or the resume.
     losses: Vec<f64>,
     /// The collectives of the last step.
@@ -202,7 +207,11 @@ impl<'a> RankRun<'a> {
         let (batches, held_out) = (tokens.batches(&mesh, shape, job.seed)?, tokens.held_out(&mesh, shape)?);
         let mut run = TrainingRun { trainer: recipe.build(&mesh)?, mesh, batches, step: 0 };
         let from = resumed.as_ref().map(|resumed| resumed.load(world, &mut run, job)).transpose()?;
-        let open = || lock.map(|lock| prepared.open_outputs(lock, run.step, from.as_ref())).transpose();
+        let is_here = |from: &ResumedFrom| is_same(&from.path, &checkpoints::series(&job.out).path(run.step));
+        // Rank 0 decides for all: other hosts may see files of a shared disk later.
+        let is_over = run.step >= job.steps && world.rank() == 0 && from.as_ref().is_some_and(is_here);
+        let is_over = is_on_any_rank(world, is_over)?;
+        let open = || lock.map(|lock| prepared.open_outputs(lock, run.step, from.as_ref(), is_over)).transpose();
         let progress = world.on_first_rank(open)?.flatten();
         Ok(RankRun {
             world,
@@ -212,6 +221,7 @@ impl<'a> RankRun<'a> {
             saver: Saver::new(world, job),
             progress,
             from,
+            is_over,
             losses: Vec::new(),
             report: None,
             seconds: 0.0,
@@ -397,11 +407,13 @@ impl<'a> RankRun<'a> {
     /// Saves the last checkpoint, evaluates, and exports the model.
     fn finish(mut self) -> Result<RunOutcome> {
         let (job, tokens) = (self.job(), &self.prepared.tokens);
-        self.saver.end(&self.training, job)?;
+        if !self.is_over {
+            self.saver.end(&self.training, job)?;
+        }
         let held_out_loss = self.evaluate()?;
         let sample = self.sample()?;
         let model = &self.training.trainer.model;
-        if let (Some(settings), Some(init)) = (&job.lora, &job.init) {
+        if let (Some(settings), Some(init), false) = (&job.lora, &job.init, self.is_over) {
             save_adapter(self.world, job.adapter(), model, &settings.lora, &init.to_string_lossy())?;
         }
         if let Some(path) = &self.prepared.export_hf {
@@ -447,8 +459,8 @@ impl<'a> RankRun<'a> {
     }
 }
 
-/// Whether any rank has received Ctrl-C. Collective: all ranks get the same answer.
-fn any_rank_stops(world: &World) -> Result<bool> {
-    let seen = Tensor::new(u8::from(STOP.load(Relaxed)), &Device::Cpu)?;
-    Ok(world.all_reduce(&seen, ReduceOp::Max)?.to_scalar::<u8>()? > 0)
+/// Whether any rank says yes. Collective: all ranks get the same answer.
+fn is_on_any_rank(world: &World, mine: bool) -> Result<bool> {
+    let mine = Tensor::new(u8::from(mine), &Device::Cpu)?;
+    Ok(world.all_reduce(&mine, ReduceOp::Max)?.to_scalar::<u8>()? > 0)
 }
