@@ -26,7 +26,7 @@ use shardwise::mesh::Network;
 use shardwise::prelude::*;
 use shardwise_mpi::Settings;
 
-use checkpoints::ResumePoint;
+use checkpoints::{ResumePoint, is_same};
 use run::{HAS_BEGUN, PreparedRun, RunOutcome, RunOutputs, RunSummary, STOP, WORLD, train_on_rank};
 use settings::TrainSettings;
 
@@ -160,6 +160,10 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     };
     if let Some(resumed) = &resumed {
         settings = settings.resuming(resumed.settings.clone());
+        let log = resumed.out().and_then(model_dir::log_of).filter(|_| settings.log.is_none());
+        if let Some(log) = log {
+            settings.log = continued_log(log, resumed, settings.out());
+        }
     }
     let tokens = settings.tokens(resumed.as_ref().and_then(ResumePoint::text_files).transpose()?)?;
     let job = settings.decide(&tokens, network, resumed.as_ref().map(|resumed| &resumed.config))?;
@@ -191,6 +195,20 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let skipped = prepared.resumed.as_ref().map_or(&[][..], ResumePoint::skipped);
     checkpoints::later_checkpoints(&prepared.job.out, prepared.first_step(), skipped, overwrite)?;
     Ok(prepared)
+}
+
+/// The log of the run to resume, if the resumed run continues it; otherwise says why there is no log.
+fn continued_log(log: PathBuf, resumed: &ResumePoint, out: &Path) -> Option<PathBuf> {
+    let is_same_run = resumed.out().is_some_and(|from| is_same(from, out));
+    let why = match log.parent().is_some_and(Path::is_dir) {
+        true if is_same_run => return Some(log),
+        true => "it belongs to another output directory",
+        false => "its directory does not exist any more",
+    };
+    if processes::is_first() {
+        let _ = writeln!(std::io::stderr(), "not logging to {}: {why}; name a file with --log", log.display());
+    }
+    None
 }
 
 /// Checks that the page of `--report` can be created, before a step is trained for it.

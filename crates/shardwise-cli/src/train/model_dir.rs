@@ -25,6 +25,9 @@ struct ModelInfo {
     /// Adapters whose weights are in the checkpoints.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lora: Option<LoraSettings>,
+    /// The log of the run, which a resumed one continues; relative to the directory if it is inside.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    log: Option<PathBuf>,
 }
 
 /// File name of the tokenizer.
@@ -34,9 +37,27 @@ const TOKENIZER: &str = TextFiles::NAMES[0];
 pub(super) fn write_info(directory: &Path, job: &TrainJob, files: &TextFiles) -> Result<()> {
     files.write(directory)?;
     let tokenizer = if files.tokenizer.is_empty() { "bytes" } else { TOKENIZER }.to_string();
-    let info = ModelInfo { model: job.config.clone(), tokenizer, lora: job.lora.clone() };
+    let log = job.log.as_deref().map(|log| log_from(directory, log)).transpose()?;
+    let info = ModelInfo { model: job.config.clone(), tokenizer, lora: job.lora.clone(), log };
     let text = serde_json::to_string_pretty(&info).map_err(Error::other)?;
     write(&directory.join(CONFIG), text + "\n")
+}
+
+/// The path of a log as the configuration in a directory stores it: it stays right if the directory is moved with it.
+fn log_from(directory: &Path, log: &Path) -> Result<PathBuf> {
+    let (directory, log) = (std::path::absolute(directory)?, std::path::absolute(log)?);
+    Ok(log.strip_prefix(&directory).map_or(log.clone(), Path::to_path_buf))
+}
+
+/// The log of the run that wrote a directory, if it had one.
+pub(super) fn log_of(directory: &Path) -> Option<PathBuf> {
+    #[derive(Deserialize)]
+    struct LogInfo {
+        log: PathBuf,
+    }
+    let text = std::fs::read_to_string(directory.join(CONFIG)).ok()?;
+    let info: LogInfo = serde_json::from_str(&text).ok()?;
+    Some(directory.join(info.log))
 }
 
 /// Writes an output file.

@@ -1,8 +1,6 @@
 //! A training run, as every rank executes it.
 
 use shardwise::error::ErrorKind;
-use std::fs::OpenOptions;
-use std::io::BufWriter;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -19,14 +17,14 @@ use shardwise::report::{RunReport, page};
 use shardwise::text::TextFiles;
 use shardwise::train::TrainingStep;
 
-use super::checkpoints::{self, ResumePoint, ResumedFrom, Saver, cannot_write, is_same};
+use super::checkpoints::{self, ResumePoint, ResumedFrom, Saver, is_same};
 use super::data::{BatchShape, TextSequences, TokenizedText};
 use super::history::LossHistory;
 use super::model_dir;
 use super::output_lock::OutputLock;
 use super::progress::Progress;
 use super::settings::TrainJob;
-use super::step_log::{RankLog, StepLog};
+use super::step_log::{self, RankLog, StepLog};
 use super::tensorboard::EventFile;
 use super::trainer::{TrainerConfig, TrainingRun};
 use super::view::LiveView;
@@ -116,6 +114,7 @@ impl PreparedRun {
     /// Creates and locks the output directory. Rank 0 calls it.
     fn lock_output(&self) -> Result<OutputLock> {
         let lock = OutputLock::take(&self.job.out)?;
+        self.job.log.as_deref().map_or(Ok(()), step_log::check_log)?;
         checkpoints::create_directory(&self.job.out)?;
         Ok(lock)
     }
@@ -131,11 +130,7 @@ impl PreparedRun {
         let skipped = from.map_or(&[][..], |from| &from.skipped);
         checkpoints::clear_later_checkpoints(&job.out, step, skipped, self.overwrite)?;
         let log = match &job.log {
-            Some(path) => {
-                let (append, mut open) = (self.resumed.is_some(), OpenOptions::new());
-                let opened = open.create(true).write(true).append(append).truncate(!append).open(path);
-                Some((path.clone(), BufWriter::new(opened.map_err(|error| cannot_write("log", path, &error))?)))
-            }
+            Some(path) => Some((path.clone(), step_log::open_log(path, from.map(|_| step))?)),
             None => None,
         };
         model_dir::write_info(&job.out, job, &self.tokens.files)?;

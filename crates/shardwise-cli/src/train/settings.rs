@@ -154,7 +154,8 @@ settings! {
     /// Output directory for checkpoints and the loss curve [default: shardwise-out]
     #[arg(value_name = "DIR")]
     out: PathBuf,
-    /// Write a JSON object per step to this file; with --resume, append to it
+    /// Write a JSON object per step to this file; with --resume, continue it after the step of the checkpoint [default with
+    /// --resume: the log of the run]
     #[arg(value_name = "FILE")]
     log: PathBuf,
 }

@@ -6,8 +6,8 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 
-use crate::train::fails;
 use crate::program::{Place, TINY, json, lines, shardwise, succeeds};
+use crate::train::fails;
 
 /// Trains with an output directory and a log of the same name; the summary, and the losses by step.
 fn run(place: &Place, name: &str, options: &[&str]) -> (Value, BTreeMap<u64, f64>) {
