@@ -77,6 +77,32 @@ fn a_step_is_planned_from_a_built_in_model_and_says_what_would_fit() {
     }
 }
 
+/// Rows of a search: meshes, and whether they fit.
+fn searched(arguments: &[&str]) -> Vec<(String, Option<bool>)> {
+    let rows = succeeds(&[&["plan"], arguments, &["--search", "--json"]].concat());
+    let row = |line: &str| (json(line)["mesh"].as_str().unwrap().to_string(), json(line)["fits"].as_bool());
+    rows.lines().map(row).collect()
+}
+
+#[test]
+fn a_search_tries_every_mesh_whatever_the_heads() {
+    // Four heads and two key heads: eight ranks along tp divide neither, and take the least memory.
+    let qwen3 = concat!(env!("CARGO_MANIFEST_DIR"), "/../shardwise/tests/conformance/data/models/qwen3");
+    let rows = searched(&[qwen3, "--mesh", "tp=8", "--memory", "8M"]);
+    let meshes: std::collections::BTreeSet<&str> = rows.iter().map(|(mesh, _)| mesh.as_str()).collect();
+    assert_eq!(meshes.into_iter().collect::<Vec<_>>(), ["dp=2,tp=4", "dp=4,tp=2", "dp=8", "tp=8"]);
+    assert!(rows.iter().all(|(_, fits)| *fits == Some(true)), "{rows:?}");
+    // 1.3 MB are enough for that mesh alone; those that do not fit come last.
+    let rows = searched(&[qwen3, "--mesh", "tp=8", "--memory", "1300k"]);
+    assert_eq!(rows[0], ("tp=8".to_string(), Some(true)), "{rows:?}");
+    assert!(rows[1..].iter().all(|(_, fits)| *fits == Some(false)), "{rows:?}");
+    // Nine heads and three key heads on six ranks.
+    let rows = searched(&["llama", "--heads", "9", "--kv-heads", "3", "--d-model", "72", "--mesh", "dp=6"]);
+    for mesh in ["dp=6", "dp=3,tp=2", "dp=2,tp=3", "tp=6"] {
+        assert!(rows.iter().any(|(found, _)| found == mesh), "{mesh}: {rows:?}");
+    }
+}
+
 #[test]
 fn a_lockfile_is_written_compared_and_a_change_is_shown() {
     let place = Place::new("comms");
