@@ -275,6 +275,20 @@ impl Error {
         }
     }
 
+    /// What was found, for an error that quotes this one: the text of an invalid value without what was needed and what to do,
+    /// which the quoting error says in its own words. The whole text of any other error.
+    ///
+    /// ```
+    /// let error = shardwise::Mesh::new([0]).unwrap_err();
+    /// assert!(error.to_string().contains(&format!("found {}, needed", error.found())));
+    /// ```
+    pub fn found(&self) -> String {
+        match self {
+            Error::Invalid(invalid) => invalid.found.clone(),
+            other => other.to_string(),
+        }
+    }
+
     /// Serializes kind and text for other ranks; the inverse is [`from_report`](Self::from_report).
     pub(crate) fn to_report(&self) -> String {
         let report = ErrorReport { kind: self.kind().cloned(), message: self.to_string() };
@@ -330,8 +344,21 @@ impl From<std::io::Error> for Error {
     }
 }
 
+/// Most items that a message lists: more would hide what it says.
+const LISTED: usize = 10;
+
+/// The first items, separated by commas, and how many more there are.
+pub(crate) fn listed(items: impl IntoIterator<Item = impl fmt::Display>) -> String {
+    let mut items = items.into_iter();
+    let shown: Vec<String> = items.by_ref().take(LISTED).map(|item| item.to_string()).collect();
+    match items.count() {
+        0 => shown.join(", "),
+        more => format!("{}, and {more} more", shown.join(", ")),
+    }
+}
+
 /// The up to three known names nearest to an unknown one by edit distance, for the advice of an error.
-pub(crate) fn nearest(name: &str, among: impl IntoIterator<Item = impl Into<String>>) -> String {
+pub fn nearest(name: &str, among: impl IntoIterator<Item = impl Into<String>>) -> String {
     let mut all: Vec<(usize, String)> =
         among.into_iter().map(Into::into).map(|n| (strsim::levenshtein(name, &n), n)).collect();
     all.sort();
@@ -356,6 +383,13 @@ mod tests {
         let text = "rank 1 failed: invalid mesh: found 6 ranks, needed at most 4; use a smaller mesh";
         assert_eq!(format!("{error:?}"), text);
         assert_eq!(format!("{error:#?}"), text);
+    }
+
+    #[test]
+    fn ten_items_are_listed_and_the_rest_counted() {
+        assert_eq!(listed([0; 0]), "");
+        assert_eq!(listed(0..10), "0, 1, 2, 3, 4, 5, 6, 7, 8, 9");
+        assert_eq!(listed(0..400), "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 390 more");
     }
 
     #[test]

@@ -16,7 +16,7 @@ const BOOK: &str = include_str!("../../data/alice.txt");
 pub(crate) fn tokenizer_file(path: &Path) -> Result<TextFiles> {
     let tokenizer = std::fs::read(path).map_err(|error| bad_tokenizer(path, &error.to_string()))?;
     let files = TextFiles { tokenizer, ..TextFiles::default() };
-    Tokenizer::new(&files).map_err(|error| bad_tokenizer(path, &error.to_string()))?;
+    Tokenizer::new(&files).map_err(|error| bad_tokenizer(path, &error.found()))?;
     Ok(files)
 }
 

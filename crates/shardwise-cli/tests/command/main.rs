@@ -14,3 +14,4 @@ mod report_command;
 mod stranger;
 mod train;
 mod train_resume;
+mod wrong_inputs;

@@ -137,7 +137,7 @@ impl StoredTensor {
         let size = self.shape.clone();
         let whole = ShardedTensorMetadata { size, dtype: DType::U8, requires_grad: false, shards };
         whole.check_covering().map_err(|error| {
-            let found = format!("tensor {key:?} whose chunks do not fit together ({error})");
+            let found = format!("tensor {key:?} whose chunks do not fit together: {}", error.found());
             ErrorKind::Damaged.error("checkpoint", found, "chunks that cover the tensor, each element once", INCOMPLETE)
         })
     }

@@ -13,7 +13,7 @@ use super::shared_reads::{BoxRequest, ReceivedBoxes};
 use super::state::{State, StateLeaf};
 use super::stored::StoredTensor;
 use super::value::{Key, Value, flat_key};
-use crate::error::{ErrorKind, Result};
+use crate::error::{ErrorKind, Result, listed, nearest};
 use crate::layout::TensorBox;
 use crate::tensor::DTensor;
 use shardwise_kernels::own_copy;
@@ -225,12 +225,14 @@ fn match_template<'a>(
                 TemplateMatch::Missing
             }
             (None, ..) => {
-                let unreadable = catalog.unreadable.get(key).map(|reason| format!(" ({reason})"));
-                wrong.push(format!("no value {key:?}{}", unreadable.unwrap_or_default()));
+                wrong.push(match catalog.unreadable.get(key) {
+                    Some(reason) => format!("value {key:?}, which cannot be read ({reason})"),
+                    None => format!("no value {key:?}"),
+                });
                 continue;
             }
             (Some(_), ..) => {
-                wrong.push(catalog.tensor(key).err().map_or(String::new(), |e| format!("no tensor {key:?} ({e})")));
+                wrong.push(no_tensor(catalog, key, wrong.len() < SUGGESTED));
                 continue;
             }
         });
@@ -240,7 +242,7 @@ fn match_template<'a>(
             "all entries of the template in the same shapes, in types that hold the stored ones unless narrowing is allowed",
             "rename these entries of the template, remove them from it, or see `StateLoadOptions`",
         );
-        return Err(ErrorKind::state().error("checkpoint", wrong.join(", "), needed, fix));
+        return Err(ErrorKind::state().error("checkpoint", listed(&wrong), needed, fix));
     }
     if !unfilled.is_empty() {
         let found = format!("{} where the template has an empty map", unfilled.join(", "));
@@ -249,6 +251,21 @@ fn match_template<'a>(
         return Err(ErrorKind::state().error("template", found, needed, fix));
     }
     Ok(Matched { found, missing_keys, narrowed_keys })
+}
+
+/// Most tensors that names are suggested for: entries that are missing together are usually misspelled in one way, and comparing
+/// with all names takes a while.
+const SUGGESTED: usize = 3;
+
+/// Why a tensor cannot be loaded that a checkpoint does not have under this key, or has in a form that cannot be read.
+fn no_tensor(catalog: &Catalog, key: &str, suggests: bool) -> String {
+    if let Some(reason) = catalog.unreadable.get(key) {
+        return format!("tensor {key:?}, which cannot be read ({reason})");
+    }
+    match if suggests { nearest(key, catalog.tensors.keys()) } else { String::new() } {
+        near if near.is_empty() => format!("no tensor {key:?}"),
+        near => format!("no tensor {key:?} ({near} as the nearest names)"),
+    }
 }
 
 /// The first entry of a checkpoint below a key.

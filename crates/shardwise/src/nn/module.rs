@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use super::hints::{Heads, PlanHints};
 use super::state_dict::{IncompatibleKeys, StateDictOptions};
 use crate::comm::MemoryKind;
-use crate::error::{ErrorKind, Result};
+use crate::error::{ErrorKind, Result, listed};
 use crate::param::{MergedTensor, Param};
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -212,8 +212,9 @@ pub trait Module {
             own.iter().filter(|(n, t)| given(n).is_some_and(|s| !fits(n, t, s))).map(|(n, _)| n).collect();
         let loaded = options.compare(&own.keys().collect::<Vec<_>>(), state.keys().map(String::as_str));
         if !reshaped.is_empty() {
-            let names = loaded.map_or_else(|error| format!("; {error}"), |_| String::new());
-            let found = format!("other shapes of {reshaped:?}{names}");
+            let names = loaded.map_or_else(|error| format!("; {}", error.found()), |_| String::new());
+            let reshaped = listed(reshaped.iter().map(|name| format!("{name:?}")));
+            let found = format!("other shapes of [{reshaped}]{names}");
             return Err(ErrorKind::state().error(
                 "state",
                 found,

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use crate::error::{ErrorKind, Result};
+use crate::error::{ErrorKind, Result, listed};
 
 /// How the names of a state dict are matched with those of a module.
 ///
@@ -54,7 +54,8 @@ impl StateDictOptions {
     /// Compares the names of a module with those of a state dict, which have the prefix.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with all names that do not match, of both kinds, if the options do not allow them.
+    /// [`ErrorKind::State`] with all names that do not match, of both kinds, if the options do not allow them; its text has ten of
+    /// each.
     pub(crate) fn compare<'a>(
         &self,
         own: &[impl AsRef<str>],
@@ -72,7 +73,9 @@ impl StateDictOptions {
             return Ok(loaded);
         }
         let under = if self.prefix.is_empty() { String::new() } else { format!(" under the prefix {:?}", self.prefix) };
-        let found = format!("missing {:?}, unexpected {:?}{under}", loaded.missing_keys, loaded.unexpected_keys);
+        let quoted = |names: &[String]| listed(names.iter().map(|name| format!("{name:?}")));
+        let (missing, unexpected) = (quoted(&loaded.missing_keys), quoted(&loaded.unexpected_keys));
+        let found = format!("missing [{missing}], unexpected [{unexpected}]{under}");
         Err(ErrorKind::State { missing: loaded.missing_keys, unexpected: loaded.unexpected_keys }.error(
             "state",
             found,
