@@ -312,7 +312,11 @@ impl TrainSettings {
                 let needed = "the tokenizer that the model was trained with";
                 return Err(ErrorKind::Argument.error("--tokenizer", found, needed, "leave one of the options out"));
             }
-            (Some(init), None) => saved.map_or_else(|| load_text_files(init), Ok)?,
+            (Some(init), None) => match saved {
+                Some(files) => files,
+                // What is no model has no tokenizer either, and that it is no model is what matters.
+                None => PretrainedConfig::read(init).and_then(|_| load_text_files(init))?,
+            },
             (None, Some(path)) => tokenizer_file(path)?,
             (None, None) => TextFiles::default(),
         };

@@ -43,7 +43,18 @@ pub fn load_tokenizer(path: impl AsRef<Path>) -> Result<Tokenizer> {
 /// [`ErrorKind::Path`] if the directory does not exist or has no `tokenizer.json`; [`ErrorKind::Damaged`] if a file is no JSON.
 pub fn load_text_files(path: impl AsRef<Path>) -> Result<TextFiles> {
     let path = path.as_ref();
-    let Some(file) = gguf_file(path) else { return TextFiles::read(path) };
+    let Some(file) = gguf_file(path) else {
+        // Otherwise the tokenizer would be what is missing.
+        if !path.is_dir() {
+            let found = match path.exists() {
+                true => format!("{}, a file that is no GGUF file", path.display()),
+                false => format!("no such file or directory: {}", path.display()),
+            };
+            let needed = "a model directory with a config.json, or a GGUF file";
+            return Err(ErrorKind::path(path).error("model", found, needed, "check the path"));
+        }
+        return TextFiles::read(path);
+    };
     let view = gguf::open_as_hf(&file)?;
     let Some(tokenizer) = view.tokenizer_json else {
         let found = format!("a GGUF file without a tokenizer: {}", file.display());
