@@ -158,6 +158,7 @@ fn prepare(options: &EmbedOptions) -> Result<EmbedJob> {
 
 /// A line of a .jsonl file.
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct SentenceLine {
     text: String,
 }

@@ -112,6 +112,7 @@ fn encode_messages(messages: &[Message], source: &GenerationSource) -> Result<Ve
 
 /// A line of a .jsonl file, with one of the two.
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct BatchLine {
     prompt: Option<String>,
     messages: Option<Vec<Message>>,

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, listed};
 use crate::text::{ChatOptions, Message, Tokenizer};
 
 /// The label of a token that is not to be predicted; PyTorch's and transformers' `ignore_index`.
@@ -102,13 +102,24 @@ impl LabeledTokens {
     }
 }
 
-/// A line of a file.
+/// A line of a file: a conversation, a completion or a text.
 #[derive(Deserialize)]
-#[serde(untagged)]
-enum DocumentLine {
-    Conversation { messages: Vec<Message>, tools: Option<Box<serde_json::value::RawValue>> },
-    Completion { prompt: String, completion: String },
-    Text { text: String },
+#[serde(expecting = "an object")]
+struct DocumentLine {
+    messages: Option<Vec<Message>>,
+    tools: Option<Box<serde_json::value::RawValue>>,
+    prompt: Option<String>,
+    completion: Option<String>,
+    text: Option<String>,
+}
+
+/// The fields of a line that is no document, as an error names them.
+fn fields_of(line: &str) -> String {
+    let fields: serde_json::Map<String, serde_json::Value> = serde_json::from_str(line).unwrap_or_default();
+    match fields.is_empty() {
+        true => "an object without fields".to_string(),
+        false => format!("an object with {} alone", listed(fields.keys().map(|name| format!("`{name:.40}`")))),
+    }
 }
 
 /// Reads a file of JSON lines: conversations `{"messages": [...]}`, optionally with `tools`, completions
@@ -135,22 +146,25 @@ pub fn read_documents(path: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<V
         if line.trim().is_empty() {
             continue;
         }
-        let parsed: DocumentLine = serde_json::from_str(&line).map_err(|error| bad(i + 1, &error))?;
-        let document = match parsed {
-            DocumentLine::Conversation { messages, tools } => {
+        if !line.trim_start().starts_with('{') {
+            return Err(bad(i + 1, &"a line that is no JSON object"));
+        }
+        let DocumentLine { messages, tools, prompt, completion, text } =
+            serde_json::from_str(&line).map_err(|error| bad(i + 1, &error))?;
+        let document = match (messages, prompt.zip(completion), text) {
+            (Some(messages), ..) => {
                 let tools = tools.as_ref().map(|tools| tools.get()).filter(|tools| *tools != "null");
                 LabeledTokens::conversation(tokenizer, &messages, tools)
             }
-            DocumentLine::Completion { prompt, completion } => {
-                LabeledTokens::completion(tokenizer, &prompt, &completion)
-            }
-            DocumentLine::Text { text } => {
-                let mut document = LabeledTokens::all(tokenizer.encode(&text)?);
+            (None, Some((prompt, completion)), _) => LabeledTokens::completion(tokenizer, &prompt, &completion),
+            (None, None, Some(text)) => tokenizer.encode(&text).map(|ids| {
+                let mut document = LabeledTokens::all(ids);
                 document.end(tokenizer);
-                Ok(document)
-            }
+                document
+            }),
+            (None, None, None) => return Err(bad(i + 1, &fields_of(&line))),
         };
-        documents.push(document.map_err(|error| bad(i + 1, &error))?);
+        documents.push(document.map_err(|error| bad(i + 1, &error.found()))?);
     }
     if documents.is_empty() {
         let found = format!("{}: no lines", path.display());
