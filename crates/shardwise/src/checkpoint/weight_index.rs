@@ -1,6 +1,6 @@
 //! The index of weights in several files, in Hugging Face's form: which tensor is in which file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 use serde_json::json;
@@ -8,7 +8,7 @@ use serde_json::json;
 use super::files::Files;
 use super::safetensors::UniqueMap;
 use super::stored::{NOT_A_CHECKPOINT, StoredTensor, check_file_name};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, listed};
 
 /// Longest index that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_INDEX: u64 = 1 << 28;
@@ -26,7 +26,19 @@ pub(super) fn read_weight_index(files: &Files, name: &str) -> Result<BTreeMap<St
         ErrorKind::Damaged.error("index of weights", found, "an index with a weight_map", NOT_A_CHECKPOINT)
     })?;
     index.weight_map.0.values().try_for_each(|name| check_file_name(name))?;
+    check_files(files, &index.weight_map.0)?;
     Ok(index.weight_map.0)
+}
+
+/// Checks that the files of an index exist: one that was not downloaded or copied is not a damaged one.
+fn check_files(files: &Files, index: &BTreeMap<String, String>) -> Result<()> {
+    let names: BTreeSet<&String> = index.values().collect();
+    let missing: Vec<&String> = names.iter().copied().filter(|name| files.size(name).is_none()).collect();
+    let Some(first) = missing.first() else { return Ok(()) };
+    let found =
+        format!("no file {} in {}, of {} in the index", listed(&missing), files.directory().display(), names.len());
+    let fix = "download or copy the files that are missing";
+    Err(ErrorKind::path(files.directory().join(first)).error("checkpoint", found, "all files of the index", fix))
 }
 
 /// The error for a tensor that the index lists and the files lack.

@@ -38,9 +38,10 @@ impl CheckpointFormat for Torch {
         "A torch.save file of whole tensors, or several with an index"
     }
 
-    /// Any single file: this format is tried last, and its error describes best what is wrong with some other file.
+    /// A single file that begins as an archive: what is wrong with one of them is then an error of this format.
     fn detect(&self, files: &Files) -> bool {
-        files.single_file().is_some() || [INDEX, SINGLE].iter().any(|name| files.size(name).is_some())
+        files.single_file().is_some_and(|name| is_archive(files, name))
+            || [INDEX, SINGLE].iter().any(|name| files.size(name).is_some())
     }
 
     /// Nested dicts and lists become dotted keys, as in a DCP checkpoint.
@@ -122,6 +123,11 @@ impl FormatWriter for Torch {
         let is_single = matches!(files, [file] if file.name == SINGLE);
         Ok(if is_single { None } else { Some((INDEX.to_string(), index_text(&contents.tensors)?.into_bytes())) })
     }
+}
+
+fn is_archive(files: &Files, name: &str) -> bool {
+    let mut begin = [0; 4];
+    files.size(name).is_some_and(|size| size >= 4) && files.read(name, 0, &mut begin).is_ok() && &begin == b"PK\x03\x04"
 }
 
 /// The tensors and values of one file.
