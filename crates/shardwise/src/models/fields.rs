@@ -20,6 +20,9 @@ pub(super) struct ConfigFields<'a> {
 /// Largest number of layers, and of experts in a layer. The largest models that are known have 126 layers and 2,048 experts.
 const MAX_COUNT: usize = 4096;
 
+/// Fields that say that the tensors in files are not the weights themselves, but codes and scales.
+const QUANTIZATION: &[&str] = &["quantization_config", "compression_config"];
+
 /// Fields that do not change what a forward pass computes: names, tokens, training, generation and formats.
 const HARMLESS: &[&str] = &[
     "_attn_implementation",
@@ -191,6 +194,13 @@ impl<'a> ConfigFields<'a> {
         self.get(name).map(|value| value.as_str().ok_or_else(|| self.bad(name, "a text"))).transpose()
     }
 
+    /// For the configuration of a model of text and images or sounds, the kind of the part for text; empty if it has none.
+    pub(super) fn text_part(&self) -> Option<&'a str> {
+        let has = |name: &&str| self.fields.get(*name).is_some_and(Value::is_object);
+        ["text_config", "vision_config", "audio_config"].into_iter().find(has)?;
+        Some(self.fields.get("text_config").and_then(|part| part["model_type"].as_str()).unwrap_or_default())
+    }
+
     fn list<T>(&self, name: &str, needed: &str, read: fn(&'a Value) -> Option<T>) -> Result<Option<Vec<T>>> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let items = value.as_array().and_then(|items| items.iter().map(read).collect::<Option<Vec<T>>>());
@@ -254,11 +264,22 @@ impl<'a> ConfigFields<'a> {
             read.contains(name) || self.place.is_empty() && HARMLESS.contains(&name.as_str()) || ignored.contains(name)
         };
         let mut unread: Vec<String> = Vec::new();
+        let mut quantized = None;
         for (name, value) in self.fields.iter().filter(|(name, value)| !known(name) && !off(value)) {
+            if QUANTIZATION.contains(&name.as_str()) {
+                quantized = Some((name, value));
+            }
             unread.push(format!("`{}{name}` ({value:.40})", self.place));
         }
         if unread.is_empty() {
             return Ok(());
+        }
+        if let Some((name, value)) = quantized {
+            let method = value["quant_method"].as_str().map_or(String::new(), |method| format!(" with {method:.40}"));
+            let found = format!("weights that are quantized{method}: field `{name}`");
+            let needed = "weights in f32, f16 or bf16, or a GGUF file, which may be quantized";
+            let fix = "use the model that was quantized, or a GGUF file of it, or dequantize it with the library that quantized it";
+            return Err(ErrorKind::Unsupported.error("config.json", found, needed, fix));
         }
         Err(ErrorKind::Unsupported.error(
             "config.json",

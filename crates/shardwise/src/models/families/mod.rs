@@ -95,8 +95,16 @@ impl Family {
         };
         FAMILIES.iter().copied().find(|family| family.model_type == name).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
-            let found = format!("model_type {name:?} in config.json");
-            let fix = format!("use a model of a known kind; nearest: {}", nearest(name, known.iter().copied()));
+            let mut found = format!("model_type {name:?} in config.json");
+            let mut fix = format!("use a model of a known kind; nearest: {}", nearest(name, known.iter().copied()));
+            if let Some(text) = fields.text_part() {
+                found += ", a model of text and other inputs";
+                // The nearest name would be that of another model.
+                fix = match known.contains(&text) {
+                    true => format!("use a version of the model for text alone, of kind `{text}`"),
+                    false => "use a model for text alone, of a known kind".to_string(),
+                };
+            }
             ErrorKind::unknown(name).error::<Error>("model", found, format!("one of {}", known.join(", ")), fix)
         })
     }
