@@ -200,18 +200,23 @@ fn explanation(mesh: &Mesh, from: &Layout, to: &Layout, dtype: DType) -> Result<
 }
 
 fn parse_shape(text: &str) -> Result<Vec<usize>> {
-    // Also as PyTorch and NumPy print shapes, in brackets.
-    let sizes =
-        text.trim().trim_matches(['[', ']', '(', ')']).split(['x', ',']).map(str::trim).filter(|size| !size.is_empty());
-    sizes
-        .map(|size| {
-            size.parse().map_err(|_| {
-                let fix = "write for example `8x64`, or `scalar` for no dimension";
-                ErrorKind::Argument.error("shape", format!("`{size}` in `{text}`"), "sizes separated by x", fix)
-            })
+    // Also as PyTorch and NumPy print shapes: in brackets, and with a comma after the only size.
+    let inner = text.trim().strip_prefix(['[', '(']).and_then(|rest| rest.strip_suffix([']', ')'])).map(str::trim);
+    if text.trim() == "scalar" || inner == Some("") {
+        return Ok(Vec::new());
+    }
+    let sizes = inner.map_or(text.trim(), |inner| inner.strip_suffix(',').unwrap_or(inner));
+    let parse = |size: &str| {
+        size.trim().parse().map_err(|_| {
+            let found = match size.trim() {
+                "" => format!("a size that is missing in `{text}`"),
+                size => format!("`{size}` in `{text}`"),
+            };
+            let fix = "write for example `8x64`, or `scalar` for no dimension";
+            ErrorKind::Argument.error("shape", found, "sizes separated by x", fix)
         })
-        .collect::<Result<_>>()
-        .or_else(|error| if text == "scalar" { Ok(vec![]) } else { Err(error) })
+    };
+    sizes.split(['x', ',']).map(parse).collect()
 }
 
 fn dtype_of(name: &str) -> DType {

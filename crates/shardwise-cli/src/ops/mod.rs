@@ -6,7 +6,7 @@ use std::io::Write;
 
 use clap::Args;
 use serde::Serialize;
-use shardwise::error::ErrorKind;
+use shardwise::error::{ErrorKind, nearest};
 use shardwise::ops::{OpEntry, PlacementRule, composed_ops, ops};
 use shardwise::{Error, Result};
 
@@ -143,12 +143,6 @@ fn sides(rule: &PlacementRule) -> (String, String) {
 }
 
 fn unknown(name: &str) -> Error {
-    let first = name.chars().next();
-    let alike: Vec<&str> = all()
-        .map(|op| op.name)
-        .filter(|op| !name.is_empty() && (op.contains(name) || name.contains(op) || op.chars().next() == first))
-        .collect();
-    let needed =
-        if alike.is_empty() { "the name of an operator".into() } else { format!("one of {}", alike.join(", ")) };
-    ErrorKind::unknown(name).error("operator", format!("{name:?}"), needed, "run `shardwise ops` for the whole list")
+    let fix = format!("did you mean {}? `shardwise ops` lists all", nearest(name, all().map(|op| op.name)));
+    ErrorKind::unknown(name).error("operator", format!("{name:?}"), "the name of an operator", fix)
 }
