@@ -118,6 +118,7 @@ impl CliCommand {
 
 fn main() -> ExitCode {
     keep_freed_memory();
+    silence_caught_panics();
     let command = match Cli::try_parse_from(old_options::replaced(std::env::args_os())) {
         Ok(Cli { command }) => command,
         Err(error) => return processes::print_clap_error(&error),
@@ -138,6 +139,16 @@ fn main() -> ExitCode {
         CliCommand::Ckpt(options) => return exit_code(ckpt::run(&options)),
     };
     exit_code(result.map(|()| true))
+}
+
+/// Prints no panics that become errors: the error says what is wrong.
+fn silence_caught_panics() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !shardwise::text::catches_panics() {
+            usual(panic);
+        }
+    }));
 }
 
 /// The exit code of a command that answers a question, such as whether a checkpoint is intact: 1 for no, and for errors.

@@ -137,6 +137,8 @@ pub(crate) struct RankContext {
     pub(crate) redistributions: AnyField,
     /// Tables of angles of rotary position embedding: `ops::attention`.
     pub(crate) rotary_tables: AnyField,
+    /// Whether a panic would be caught and become an error: `text::tokenizer`.
+    pub(crate) catches_panics: Cell<bool>,
     /// Tensors passed to differentiable local code: `tensor::local_code`.
     pub(crate) local_exits: AnyField,
     /// Gradients of tensors that a recomputed call captured instead of taking them as inputs: `autograd`.
@@ -184,6 +186,7 @@ impl RankContext {
             decisions: AnyField::new(),
             redistributions: AnyField::new(),
             rotary_tables: AnyField::new(),
+            catches_panics: Cell::new(false),
             local_exits: AnyField::new(),
             replayed_gradients: AnyField::new(),
         }

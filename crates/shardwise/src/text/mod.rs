@@ -35,4 +35,4 @@ pub use chat::{ChatOptions, ChatTemplate, Message};
 pub use files::TextFiles;
 pub use special::SpecialTokens;
 pub use stream::TextStream;
-pub use tokenizer::{EncodedPair, Tokenizer};
+pub use tokenizer::{EncodedPair, Tokenizer, catches_panics};

@@ -12,6 +12,7 @@ use super::files::TextFiles;
 use super::growth::unbounded_growth;
 use super::special::SpecialTokens;
 use crate::error::{Error, ErrorKind, Result};
+use crate::rank_context::{RankContext, in_scope, rank_context_if_alive};
 
 /// Encodes text as tokens and decodes tokens, with the special tokens and the chat template of a model.
 ///
@@ -291,9 +292,18 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
+/// Whether this thread calls a library whose panics are caught and become errors: a hook for panics should not print them.
+///
+/// Local. The command's hook asks it; the default hook of Rust prints every panic.
+pub fn catches_panics() -> bool {
+    rank_context_if_alive(|context| context.catches_panics.get()).unwrap_or(false)
+}
+
 /// Calls the tokenizers library; its errors and panics become text. A file with contradictions can make it panic.
 fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(call)) {
+    let enter = |context: &RankContext| context.catches_panics.replace(true);
+    let leave = |context: &RankContext, before| context.catches_panics.set(before);
+    match in_scope(enter, leave, || catch_unwind(AssertUnwindSafe(call))) {
         Ok(result) => result.map_err(|error| error.to_string()),
         Err(payload) => {
             let text = payload.downcast_ref::<&str>().map(|text| (*text).to_string());
