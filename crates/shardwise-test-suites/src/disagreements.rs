@@ -3,7 +3,11 @@
 //!
 //! Every case must end in a typed error with the same text on every rank, and leave the group usable.
 
+use std::path::Path;
+
 use candle_core::{DType, Device, Tensor};
+use shardwise::checkpoint::{self, State};
+use shardwise::error::ErrorKind;
 use shardwise::prelude::*;
 use shardwise::{Error, Group, TensorMeta};
 
@@ -107,10 +111,7 @@ pub fn run(world: &World) -> Result<usize> {
             assert!(message.contains(part), "{name}: {part} is missing in: {message}");
         }
         // The text is the same on every rank, and the group can be used again.
-        let mine = Tensor::new(message.as_bytes(), &Device::Cpu)?;
-        let whole = TensorMeta::new(mine.dims(), DType::U8);
-        let first = world.broadcast((world.rank() == 0).then_some(&mine), &whole, 0)?;
-        assert_eq!(first.to_vec1::<u8>()?, mine.to_vec1::<u8>()?, "{name}");
+        assert_same_on_all_ranks(world, &message)?;
         let one = Tensor::new(1i64, &Device::Cpu)?;
         assert_eq!(world.all_reduce(&one, ReduceOp::Sum)?.to_scalar::<i64>()?, world.size() as i64, "{name}");
     }
@@ -121,6 +122,49 @@ pub fn run(world: &World) -> Result<usize> {
     }
     assert_eq!(x.mul_scalar(2.0)?.sum_all()?.item::<f32>()?, 48.0);
     Ok(CASES.len())
+}
+
+fn assert_same_on_all_ranks(world: &World, text: &str) -> Result<()> {
+    let mine = Tensor::new(text.as_bytes(), &Device::Cpu)?;
+    let whole = TensorMeta::new(mine.dims(), DType::U8);
+    let first = world.broadcast((world.rank() == 0).then_some(&mine), &whole, 0)?;
+    assert_eq!(first.to_vec1::<u8>()?, mine.to_vec1::<u8>()?, "{text}");
+    Ok(())
+}
+
+/// Rank 1 loads an entry of a checkpoint in another layout than the other ranks: an error with the same text on every rank, before
+/// anything is read. Entries that only some ranks load are no disagreement. Collective.
+pub fn layouts_to_load(world: &World, path: &Path) -> Result<()> {
+    let (mesh, odd) = (world.mesh([("dp", world.size())])?, world.rank() == 1);
+    let state = ["v", "w"].map(|key| -> Result<_> { Ok((key, ones(world, (12, 12), 0)?)) });
+    checkpoint::save(world, path, &State::map(state.into_iter().collect::<Result<Vec<_>>>()?))?;
+    let on_rows = |_: &str, shape: &[usize]| Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [Shard(0)])?));
+    let own = |key: &str, shape: &[usize]| {
+        let dim = isize::from(odd && key == "w");
+        Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [Shard(dim)])?))
+    };
+    let errors = [
+        checkpoint::load_placed(world, path, own).map(drop).expect_err("two layouts"),
+        checkpoint::load_selected(world, path, |key| !odd || key == "w", own).map(drop).expect_err("two layouts"),
+    ];
+    for error in errors {
+        assert_eq!(error.kind(), Some(&ErrorKind::Disagreement), "{error}");
+        for part in ["S(0) on rank 0", "S(1) on rank 1", "for entry \"w\""] {
+            assert!(error.to_string().contains(part), "{part} is missing in: {error}");
+        }
+        assert_same_on_all_ranks(world, &error.to_string())?;
+    }
+    // One rank cannot choose at all.
+    let refused = checkpoint::load_placed(world, path, |key, shape| match odd {
+        true => Err(ErrorKind::Layout.error("layout", "none", "one", "choose one")),
+        false => on_rows(key, shape),
+    });
+    let refused = refused.map(drop);
+    assert!(matches!(refused, Err(Error::OnRank { rank: 1, .. })), "{refused:?}");
+    let some = checkpoint::load_selected(world, path, |key| !odd || key == "w", on_rows)?;
+    assert_eq!(some.get("v").is_none(), odd);
+    assert_eq!(some.tensor("w")?.sum_all()?.item::<f32>()?, 144.0);
+    Ok(())
 }
 
 /// Several threads of one rank use its world: a thread other than the one that runs the program gets an error, and no

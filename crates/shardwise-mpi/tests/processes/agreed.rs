@@ -6,6 +6,8 @@ use shardwise::{Error, Group, ReduceOp, Result, TensorMeta, World};
 use shardwise_mpi::{Settings, launch, launched};
 use shardwise_test_suites::disagreements;
 
+use crate::suites::scratch;
+
 fn processes() -> usize {
     launched().expect("started by a launcher").size
 }
@@ -103,6 +105,7 @@ pub(crate) fn calls_that_do_not_fit() {
 pub(crate) fn disagreements() {
     let done = launch(processes(), |world| {
         disagreements::two_threads(&world)?;
+        disagreements::layouts_to_load(&world, &scratch().join("state"))?;
         disagreements::run(&world)
     });
     assert!(done.unwrap() > 10);

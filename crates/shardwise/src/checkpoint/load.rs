@@ -1,5 +1,6 @@
 //! Loading: each rank reads the bytes that its layout needs, or replicas share their reads.
 
+use std::collections::BTreeMap;
 use std::panic::Location;
 use std::path::Path;
 use std::time::Duration;
@@ -15,6 +16,7 @@ use super::template::{BoxReader, boxes_to_read, load_template};
 use super::value::Key;
 use crate::comm::{DeviceMesh, World, agree, all_ok, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
+use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorBox};
 
 /// Loads a checkpoint into new state with the structure of `template`, each tensor in the layout and dtype it has there.
@@ -133,10 +135,12 @@ pub(super) fn load_by_template(
 
 /// Loads all entries of a checkpoint, each tensor in the layout that `place` chooses from its flat key and global shape.
 ///
-/// Collective: every rank of the world must call it, with the same choices. Needs no template; otherwise as [`load`].
+/// Collective: every rank of the world must call it, with the same choices, which ranks compare before anything is read. Needs no
+/// template; otherwise as [`load`].
 ///
 /// # Errors
-/// As [`load`]; [`ErrorKind::Layout`] if a chosen layout is for another shape.
+/// As [`load`]. On all ranks: [`ErrorKind::Layout`] if a chosen layout is for another shape or another mesh than the chosen one;
+/// [`ErrorKind::Disagreement`], with the first entry that differs, if ranks choose different layouts.
 #[track_caller]
 pub fn load_placed(
     world: &World,
@@ -173,30 +177,93 @@ fn load_selected_at(
     place: &PlaceTensor<'_>,
     site: Site,
 ) -> Result<State> {
-    let read = |catalog: &Catalog| -> Result<State> {
-        let path_of = |key: &String| catalog.paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.clone())]);
-        let mut leaves = Vec::new();
-        for (key, stored) in catalog.tensors.iter().filter(|(key, _)| select(key)) {
-            let (mesh, layout) = place(key, &stored.shape)?;
-            if layout.shape() != stored.shape {
-                let needed = format!("one of shape {:?}, which tensor {key:?} has", stored.shape);
-                return Err(ErrorKind::Layout.error(
-                    "layout",
-                    layout,
-                    needed,
-                    "build the layout from the shape that the function is given",
+    let attempt = |catalog: &Catalog| {
+        let Some(chosen) = settle(world, catalog, choose_layouts(catalog, select, place), site)? else {
+            return Ok(None);
+        };
+        agree_on_choices(world, &chosen, site)?;
+        settle(world, catalog, read_chosen(catalog, &chosen), site)
+    };
+    attempt_loads(world, path, site, &attempt).map(|(state, _)| state)
+}
+
+/// The entries to load, by key: a mesh and a layout for a tensor, `None` for a value.
+type ChosenLayouts<'a> = BTreeMap<&'a str, Option<(DeviceMesh, Layout)>>;
+
+fn choose_layouts<'a>(
+    catalog: &'a Catalog,
+    select: &dyn Fn(&str) -> bool,
+    place: &PlaceTensor<'_>,
+) -> Result<ChosenLayouts<'a>> {
+    let mut chosen: ChosenLayouts<'a> =
+        catalog.values.keys().filter(|key| select(key)).map(|key| (key.as_str(), None)).collect();
+    for (key, stored) in catalog.tensors.iter().filter(|(key, _)| select(key)) {
+        let (mesh, layout) = place(key, &stored.shape)?;
+        let needed = match layout.shape() == stored.shape {
+            false => format!("one of shape {:?}, which tensor {key:?} has", stored.shape),
+            true if layout.mesh() != mesh.mesh() => format!("one on {}, the mesh of tensor {key:?}", mesh.mesh()),
+            true => {
+                chosen.insert(key, Some((mesh, layout)));
+                continue;
+            }
+        };
+        let fix =
+            "build the layout from the mesh that is returned with it and from the shape that the function is given";
+        return Err(ErrorKind::Layout.error("layout", layout, needed, fix));
+    }
+    Ok(chosen)
+}
+
+/// Fails on all ranks if two of them chose different layouts for one entry: elements of it would be loaded twice or not at all, and
+/// its next collective would fail. Communicates one hash; the choices themselves only if they differ.
+fn agree_on_choices(world: &World, chosen: &ChosenLayouts<'_>, site: Site) -> Result<()> {
+    // Debug escapes line breaks and tabs of a key.
+    let line = |(key, choice): (&&str, &Option<(DeviceMesh, Layout)>)| match choice {
+        Some((_, layout)) => format!("{key:?}\t{layout}"),
+        None => format!("{key:?}\ta value"),
+    };
+    let mine = chosen.iter().map(line).collect::<Vec<_>>().join("\n");
+    let hashes = gather_texts(world, &format!("{:016x}", fnv1a(mine.as_bytes())), site)?;
+    if hashes.iter().all(|hash| *hash == hashes[0]) {
+        return Ok(());
+    }
+    // Ranks may select entries that other ranks do not.
+    let texts = gather_texts(world, &mine, site)?;
+    let mut first: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
+    for (rank, text) in texts.iter().enumerate() {
+        for (key, layout) in text.lines().filter_map(|line| line.split_once('\t')) {
+            let (other, found) = *first.entry(key).or_insert((rank, layout));
+            if found != layout {
+                let (a, b) = (world.ranks()[other], world.ranks()[rank]);
+                return Err(ErrorKind::Disagreement.error(
+                    "layout to load",
+                    format!("{found} on rank {a} and {layout} on rank {b} for entry {key}"),
+                    "the same on all ranks",
+                    "choose it from the key and the shape alone",
                 ));
             }
-            let dtype = stored.element.widened()?;
-            let read = |part: &TensorBox| read_box(&catalog.files, key, stored, part, dtype);
-            let tensor = read_tensor(&read, &mesh, layout.reduced(), dtype)?;
-            leaves.push((path_of(key), State::Tensor(tensor)));
         }
-        let values = catalog.values.iter().filter(|(key, _)| select(key));
-        leaves.extend(values.map(|(key, value)| (path_of(key), State::Value(value.clone()))));
-        Ok(State::unflatten(leaves))
-    };
-    load_consistent(world, path, site, &read).map(|(state, _)| state)
+    }
+    Ok(())
+}
+
+/// Reads this rank's parts. Must not communicate.
+fn read_chosen(catalog: &Catalog, chosen: &ChosenLayouts<'_>) -> Result<State> {
+    let mut leaves = Vec::new();
+    for (&key, choice) in chosen {
+        let path = catalog.paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.to_string())]);
+        let state = match choice {
+            None => State::Value(catalog.values[key].clone()),
+            Some((mesh, layout)) => {
+                let stored = &catalog.tensors[key];
+                let dtype = stored.element.widened()?;
+                let read = |part: &TensorBox| read_box(&catalog.files, key, stored, part, dtype);
+                State::Tensor(read_tensor(&read, mesh, layout.reduced(), dtype)?)
+            }
+        };
+        leaves.push((path, state));
+    }
+    Ok(State::unflatten(leaves))
 }
 
 /// How often a load starts over because a save replaced the checkpoint: saves take longer than opening one, so only a
