@@ -15,7 +15,9 @@ fn names(directory: &Path) -> Vec<String> {
     names
 }
 
+/// Other systems do not list processes as files: staging directories stay there.
 #[test]
+#[cfg(target_os = "linux")]
 fn a_save_of_a_series_removes_what_killed_processes_have_left_of_other_steps() {
     let scratch = Scratch::new("leftovers");
     let root = scratch.0.join("run");
@@ -40,7 +42,7 @@ fn a_save_of_a_series_removes_what_killed_processes_have_left_of_other_steps() {
     // The first checkpoint is removed to a name that is taken.
     save(&[2]);
     let expected = [&kept[..], &["step-00000002"]].concat();
-    assert_eq!(names(&root), if cfg!(target_os = "linux") { expected } else { names(&root) });
+    assert_eq!(names(&root), expected);
     assert!(checkpoint::verify(series.path(2), &|_| {}).is_intact());
 }
 
