@@ -1,7 +1,7 @@
 //! Products of packed blocks, in register tiles.
 //!
 //! With AVX-512 a tile of 8 channels by 3 vectors of pixels leaves the 32 registers room for the operands, and takes 11 loads for
-//! 24 multiply-adds; with the 16 registers of AVX2, 4 by 3 does. Every element of a result is one chain of multiply-adds over
+//! 24 multiply-adds; with the 16 registers of AVX2, 6 by 2 does. Every element of a result is one chain of multiply-adds over
 //! channels and taps, whatever tile it is in.
 
 #[cfg(target_arch = "x86_64")]
@@ -14,9 +14,6 @@ use super::vector::{AnyLanes, Lanes};
 use crate::simd;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::InstructionSet;
-
-/// Vectors of pixels in a tile.
-const VECTORS: usize = 3;
 
 /// Output channels, at most, and channels and taps, of a tile of a weight gradient. Larger tiles take fewer loads, and were slower.
 pub(super) const ROWS_OF_TILE: usize = 4;
@@ -82,7 +79,11 @@ macro_rules! tile_numbers {
     ($($T:ty: $V512:ty, $V256:ty;)*) => {$(
         impl TileNumber for $T {
             fn rows_of_tile() -> usize {
-                if InstructionSet::selected() == InstructionSet::Avx512 { 8 } else { 4 }
+                match InstructionSet::selected() {
+                    InstructionSet::Avx512 => 8,
+                    InstructionSet::Avx2 => 6,
+                    InstructionSet::Baseline => 4,
+                }
             }
 
             unsafe fn multiply_block(block: &BlockProduct<'_, Self>) {
@@ -209,8 +210,8 @@ pub(super) fn channel_tiles(count: usize, largest: usize) -> Vec<(usize, usize)>
 #[inline(always)]
 unsafe fn tiles<V: Lanes>(block: &BlockProduct<'_, V::Item>) {
     let depth = block.channels * block.taps.len();
-    for first in (0..block.pixels).step_by(VECTORS * V::COUNT) {
-        let pixels = (block.pixels - first).min(VECTORS * V::COUNT);
+    for first in (0..block.pixels).step_by(V::PER_TILE * V::COUNT) {
+        let pixels = (block.pixels - first).min(V::PER_TILE * V::COUNT);
         let mut weights = 0;
         for &(channel, size) in block.tiles {
             let channels = (block.count - channel).min(size);
@@ -221,6 +222,8 @@ unsafe fn tiles<V: Lanes>(block: &BlockProduct<'_, V::Item>) {
                     (8, 3) => tile::<V, 8, 3>(block, at),
                     (8, 2) => tile::<V, 8, 2>(block, at),
                     (8, _) => tile::<V, 8, 1>(block, at),
+                    (6, 2) => tile::<V, 6, 2>(block, at),
+                    (6, _) => tile::<V, 6, 1>(block, at),
                     (4, 3) => tile::<V, 4, 3>(block, at),
                     (4, 2) => tile::<V, 4, 2>(block, at),
                     (4, _) => tile::<V, 4, 1>(block, at),
@@ -282,8 +285,8 @@ unsafe fn tile<V: Lanes, const M: usize, const N: usize>(block: &BlockProduct<'_
             return;
         }
         for (m, sums) in sums.iter().take(at.channels).enumerate() {
-            // A vector has 16 numbers at most.
-            let mut line = [V::Item::ZERO; VECTORS * 16];
+            // Three vectors of 16 numbers are the most there are.
+            let mut line = [V::Item::ZERO; 3 * 16];
             for (v, sum) in sums.iter().enumerate() {
                 sum.store(line.as_mut_ptr().add(v * V::COUNT));
             }

@@ -16,7 +16,10 @@ use super::ConvNumber;
 /// Methods run on a processor that has the instructions of the type, in functions that are compiled for them.
 pub(super) unsafe trait Lanes: Copy {
     type Item: ConvNumber;
+    /// Numbers in a vector.
     const COUNT: usize;
+    /// Vectors of pixels in a tile.
+    const PER_TILE: usize;
 
     unsafe fn splat(x: Self::Item) -> Self;
     unsafe fn load(from: *const Self::Item) -> Self;
@@ -70,6 +73,8 @@ macro_rules! vectors {
         unsafe impl Lanes for $V {
             type Item = $T;
             const COUNT: usize = $count;
+            // As many as fill the registers together with the channels of `rows_of_tile`.
+            const PER_TILE: usize = if size_of::<$V>() == 64 { 3 } else { 2 };
 
             #[inline(always)]
             unsafe fn splat(x: $T) -> Self {
@@ -150,6 +155,7 @@ pub(super) struct LanePair<V>([V; 2]);
 unsafe impl<V: Lanes> Lanes for LanePair<V> {
     type Item = V::Item;
     const COUNT: usize = 2 * V::COUNT;
+    const PER_TILE: usize = V::PER_TILE;
 
     #[inline(always)]
     unsafe fn splat(x: V::Item) -> Self {
@@ -215,6 +221,7 @@ pub(super) struct AnyLanes<T, const FMA: bool>([T; 8]);
 unsafe impl<T: ConvNumber, const FMA: bool> Lanes for AnyLanes<T, FMA> {
     type Item = T;
     const COUNT: usize = 8;
+    const PER_TILE: usize = 3;
 
     #[inline(always)]
     unsafe fn splat(x: T) -> Self {

@@ -12,7 +12,7 @@ use super::instruction_set::{RegisterKernel, Vectorized};
 use super::pack::{MatmulElement, Panels, Source, pack};
 use super::product::{DEPTH, Epilogue, MatrixProduct};
 use super::registers::{MAX_LANES, Register};
-use super::tile::{Store, Tile, VECTORS, multiply_panels};
+use super::tile::{Store, Tile, multiply_panels};
 use crate::error::Result;
 use crate::parallel::{SharedPtr, over_ranges};
 use crate::reserve;
@@ -203,16 +203,19 @@ fn divide(threads: bool, count: usize, cost: usize, body: impl Fn(Range<usize>) 
     }
 }
 
-/// Rows of a full tile, and elements in a register of the instruction set in use.
+/// A full tile of the instruction set in use.
 #[derive(Clone, Copy)]
 struct TileShape {
     rows: usize,
-    registers: usize,
+    /// Registers per row.
+    vectors: usize,
+    /// Elements in a register.
+    lanes: usize,
 }
 
 impl TileShape {
     fn columns(self) -> usize {
-        VECTORS * self.registers
+        self.vectors * self.lanes
     }
 }
 
@@ -223,12 +226,12 @@ impl<T> RegisterKernel<T> for QueryShape {
 
     #[inline(always)]
     unsafe fn run<V: Register<Element = T>>(self) -> TileShape {
-        TileShape { rows: V::ROWS, registers: V::COUNT }
+        TileShape { rows: V::ROWS, vectors: V::VECTORS, lanes: V::COUNT }
     }
 }
 
-/// The panels of a group of columns: as wide as a tile, except that the last four registers are two panels of two and not
-/// three and one, because a tile of one register per row waits for its own sums.
+/// The panels of a group of columns: as wide as a tile, except that where a tile has three registers the last four are two panels
+/// of two and not three and one, because a tile of one register per row waits for its own sums.
 struct ColumnPanels {
     group: Range<usize>,
     shape: TileShape,
@@ -237,15 +240,15 @@ struct ColumnPanels {
 impl ColumnPanels {
     /// Registers across all columns.
     fn registers(&self) -> usize {
-        self.group.len().div_ceil(self.shape.registers)
+        self.group.len().div_ceil(self.shape.lanes)
     }
 
     fn ends_with_two_pairs(&self) -> bool {
-        self.registers() >= 4 && self.registers() % VECTORS == 1
+        self.shape.vectors == 3 && self.registers() >= 4 && self.registers() % 3 == 1
     }
 
     fn count(&self) -> usize {
-        self.registers().div_ceil(VECTORS)
+        self.registers().div_ceil(self.shape.vectors)
     }
 
     /// The columns of a panel, counted from the first of the group.
@@ -255,8 +258,8 @@ impl ColumnPanels {
         let (mut begin, mut end) = (panel * width, ((panel + 1) * width).min(total));
         if self.ends_with_two_pairs() {
             let last = self.count() - 1;
-            end = if panel + 1 == last { end - self.shape.registers } else { end };
-            begin = if panel == last { begin - self.shape.registers } else { begin };
+            end = if panel + 1 == last { end - self.shape.lanes } else { end };
+            begin = if panel == last { begin - self.shape.lanes } else { begin };
         }
         begin..end
     }
@@ -316,7 +319,7 @@ impl<S: MatmulElement> RegisterKernel<S::Wide> for PackRight<'_, S> {
         unsafe {
             let at = begin * right.along + self.columns.group.start * right.across;
             let source = Source { first: right.first.add(at), ..right };
-            let panels = Panels { first, width: VECTORS * V::COUNT, multiple: V::COUNT, depth };
+            let panels = Panels { first, width: V::VECTORS * V::COUNT, multiple: V::COUNT, depth };
             // All full panels at once, so that rows of the matrix are read in order, then the narrower ones.
             let full = self.panels.clone().filter(|&panel| self.columns.columns(panel).len() == panels.width).count();
             let begin = self.columns.columns(self.panels.start).start;
@@ -329,15 +332,18 @@ impl<S: MatmulElement> RegisterKernel<S::Wide> for PackRight<'_, S> {
     }
 }
 
-/// The rows of a panel as (first, number) with numbers that are powers of two: one full part, or several at the end of the
-/// matrix.
+/// The rows of a panel as (first, number): one full part, or several at the end of the matrix, whose numbers are powers of two.
 #[inline(always)]
 fn row_parts<V: Register>(panel: usize, m: usize) -> impl Iterator<Item = (usize, usize)> {
     let mut row = panel * V::ROWS;
     let end = (row + V::ROWS).min(m);
     std::iter::from_fn(move || {
         let left = end - row;
-        let rows = if left == 0 { return None } else { 1usize << left.ilog2() };
+        let rows = match left {
+            0 => return None,
+            left if left == V::ROWS => left,
+            left => 1usize << left.ilog2(),
+        };
         row += rows;
         Some((row - rows, rows))
     })

@@ -156,17 +156,45 @@ where
         let in_cache = self.product.n * self.product.k * size_of::<S>() < SEQUENTIAL;
         // SAFETY: the caller's promise.
         unsafe {
-            // As many columns as there are registers for their sums.
-            while in_cache && V::COUNT >= 16 && column + 4 <= self.columns.end {
-                self.dot_columns::<V, 4>(column);
+            while in_cache && Self::fits::<V>(1, 4) && column + 4 <= self.columns.end {
+                self.dot_rows::<V, 4>(column);
                 column += 4;
             }
-            while in_cache && column + 2 <= self.columns.end {
-                self.dot_columns::<V, 2>(column);
+            while in_cache && Self::fits::<V>(1, 2) && column + 2 <= self.columns.end {
+                self.dot_rows::<V, 2>(column);
                 column += 2;
             }
             for column in column..self.columns.end {
-                self.dot_columns::<V, 1>(column);
+                // What comes from memory is waited for, not computed: it is read and converted once.
+                if in_cache { self.dot_rows::<V, 1>(column) } else { self.dot_columns::<V, M, 1>(0, column) }
+            }
+        }
+    }
+
+    /// Whether the registers have room for the sums of so many rows and columns.
+    #[inline(always)]
+    fn fits<V: Register>(rows: usize, columns: usize) -> bool {
+        rows * columns * (PARTS / V::COUNT) <= V::SUMS
+    }
+
+    /// The products of some columns with all rows: as many rows at once as there are registers for their sums. Those that follow find
+    /// the columns in the first cache.
+    ///
+    /// # Safety
+    /// The processor has the instructions of `V`.
+    #[inline(always)]
+    unsafe fn dot_rows<V: Register<Element = S::Wide>, const N: usize>(&self, column: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if Self::fits::<V>(M, N) {
+                self.dot_columns::<V, M, N>(0, column);
+            } else if M == 4 && Self::fits::<V>(2, N) {
+                self.dot_columns::<V, 2, N>(0, column);
+                self.dot_columns::<V, 2, N>(2, column);
+            } else {
+                for row in 0..M {
+                    self.dot_columns::<V, 1, N>(row, column);
+                }
             }
         }
     }
@@ -174,18 +202,22 @@ where
     /// # Safety
     /// The processor has the instructions of `V`.
     #[inline(always)]
-    unsafe fn dot_columns<V: Register<Element = S::Wide>, const N: usize>(&self, column: usize) {
+    unsafe fn dot_columns<V: Register<Element = S::Wide>, const R: usize, const N: usize>(
+        &self,
+        row: usize,
+        column: usize,
+    ) {
         let MatrixProduct { left, right, k, .. } = self.product;
         // SAFETY: rows and columns have `k` contiguous elements.
         unsafe {
-            let rows: [*const S; M] = from_fn(|i| left.first.add(i * left.across));
+            let rows: [*const S; R] = from_fn(|i| left.first.add((row + i) * left.across));
             let lines: [*const S; N] = from_fn(|j| right.first.add((column + j) * right.across));
-            let mut sums = [[[V::zero(); MAX_REGISTERS]; N]; M];
+            let mut sums = [[[V::zero(); MAX_REGISTERS]; N]; R];
             for begin in (0..k - k % PARTS).step_by(PARTS) {
                 for l in 0..PARTS / V::COUNT {
                     let at = begin + l * V::COUNT;
                     let lines: [V; N] = from_fn(|j| wide_lanes::<V, S>(lines[j].add(at)));
-                    for i in 0..M {
+                    for i in 0..R {
                         let row = wide_lanes::<V, S>(rows[i].add(at));
                         for j in 0..N {
                             sums[i][j][l] = row.mul_add(lines[j], sums[i][j][l]);
@@ -193,7 +225,7 @@ where
                     }
                 }
             }
-            for i in 0..M {
+            for i in 0..R {
                 for j in 0..N {
                     let mut parts = [S::Wide::default(); PARTS];
                     for (l, sum) in sums[i][j][..PARTS / V::COUNT].iter().enumerate() {
@@ -211,7 +243,7 @@ where
                         }
                         half /= 2;
                     }
-                    self.write(i, column + j, parts[0]);
+                    self.write(row + i, column + j, parts[0]);
                 }
             }
         }
@@ -223,13 +255,14 @@ where
     /// The processor has the instructions of `V`.
     #[inline(always)]
     unsafe fn sums_of_rows<V: Register<Element = S::Wide>>(&self) {
-        const REGISTERS: usize = 4;
         let mut column = self.columns.start;
         // SAFETY: the caller's promise.
         unsafe {
-            while column + REGISTERS * V::COUNT <= self.columns.end {
-                self.sum_columns::<V, REGISTERS>(column);
-                column += REGISTERS * V::COUNT;
+            // Four registers of four rows are more sums than AVX2 has registers for, and still faster than two: longer runs of each row
+            // are read from memory.
+            while column + 4 * V::COUNT <= self.columns.end {
+                self.sum_columns::<V, 4>(column);
+                column += 4 * V::COUNT;
             }
             while column + V::COUNT <= self.columns.end {
                 self.sum_columns::<V, 1>(column);

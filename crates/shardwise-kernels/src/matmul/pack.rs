@@ -121,7 +121,7 @@ pub(super) unsafe fn pack<V: Register<Element = S::Wide>, S: MatmulElement>(
                         let (from, to) = (source.first.add(i + p * source.along), panel.add(p * pitch));
                         match (width == pitch, width) {
                             (true, 48) if V::COUNT == 16 => copy_registers::<V, S>(from, to, 48),
-                            (true, 24) if V::COUNT == 8 => copy_registers::<V, S>(from, to, 24),
+                            (true, 16) if V::COUNT == 8 => copy_registers::<V, S>(from, to, 16),
                             (true, _) if width.is_multiple_of(V::COUNT) => copy_registers::<V, S>(from, to, width),
                             _ => {
                                 for i in 0..pitch {
@@ -139,8 +139,14 @@ pub(super) unsafe fn pack<V: Register<Element = S::Wide>, S: MatmulElement>(
             let pitch = width.next_multiple_of(multiple);
             let panel = panels.first.add(i * depth);
             let source = Source { first: source.first.add(i * source.across), ..source };
-            let (whole_depth, whole_width) = (depth - depth % SQUARE, width - width % SQUARE);
+            let whole_depth = depth - depth % SQUARE;
+            let whole_width = if (width, pitch) == (SIX, SIX) { SIX } else { width - width % SQUARE };
             for p in (0..whole_depth).step_by(SQUARE) {
+                if whole_width == SIX {
+                    let from = source.first.add(p * source.along);
+                    transpose_six::<V, S>(Source { first: from, ..source }, panel.add(p * SIX));
+                    continue;
+                }
                 for i in (0..whole_width).step_by(SQUARE) {
                     let from = source.first.add(i * source.across + p * source.along);
                     transpose_square::<V, S>(Source { first: from, ..source }, panel.add(p * pitch + i), pitch);
@@ -217,6 +223,31 @@ unsafe fn transpose_square<V: Register, S: MatmulElement>(source: Source<S>, to:
     }
 }
 
+/// Rows of a tile on the instruction sets that have no room for eight.
+const SIX: usize = 6;
+
+/// Transposes six rows of eight steps to a panel that is six wide.
+///
+/// # Safety
+/// As [`pack`].
+#[inline(always)]
+unsafe fn transpose_six<V: Register, S: MatmulElement>(source: Source<S>, to: *mut S::Wide) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if V::HAS_AVX2 && source.along == 1 && TypeId::of::<S::Wide>() == TypeId::of::<f32>() {
+            // The last two rows of the square are not stored.
+            let rows = std::array::from_fn(|i| S::eight_f32(source.first.add(i.min(SIX - 1) * source.across)));
+            return x86::store_six_transposed(rows, to.cast());
+        }
+        for p in 0..SQUARE {
+            for i in 0..SIX {
+                to.add(p * SIX + i).write((*source.first.add(i * source.across + p * source.along)).wide());
+            }
+        }
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use core::arch::x86_64::*;
@@ -227,6 +258,36 @@ mod x86 {
     /// The processor has AVX; the rows can be written.
     #[inline(always)]
     pub(super) unsafe fn store_transposed(rows: [__m256; 8], to: *mut f32, pitch: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            for (i, column) in transposed(rows).into_iter().enumerate() {
+                _mm256_storeu_ps(to.add(i * pitch), column);
+            }
+        }
+    }
+
+    /// Writes the first six elements of each column of a square of 8 by 8 elements, one after the other.
+    ///
+    /// # Safety
+    /// As [`store_transposed`].
+    #[inline(always)]
+    pub(super) unsafe fn store_six_transposed(rows: [__m256; 8], to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            for (i, column) in transposed(rows).into_iter().enumerate() {
+                _mm_storeu_ps(to.add(i * 6), _mm256_castps256_ps128(column));
+                let last = _mm_castps_pd(_mm256_extractf128_ps::<1>(column));
+                _mm_storel_pd(to.add(i * 6 + 4).cast(), last);
+            }
+        }
+    }
+
+    /// The columns of a square of 8 by 8 elements.
+    ///
+    /// # Safety
+    /// The processor has AVX.
+    #[inline(always)]
+    unsafe fn transposed(rows: [__m256; 8]) -> [__m256; 8] {
         // SAFETY: the caller's promise.
         unsafe {
             // Pairs of rows are interleaved, then pairs of pairs, and last the halves are exchanged.
@@ -246,10 +307,16 @@ mod x86 {
                 ]
             };
             let (upper, lower) = (fours(pairs[0], pairs[1]), fours(pairs[2], pairs[3]));
-            for i in 0..4 {
-                _mm256_storeu_ps(to.add(i * pitch), _mm256_permute2f128_ps::<0x20>(upper[i], lower[i]));
-                _mm256_storeu_ps(to.add((i + 4) * pitch), _mm256_permute2f128_ps::<0x31>(upper[i], lower[i]));
-            }
+            [
+                _mm256_permute2f128_ps::<0x20>(upper[0], lower[0]),
+                _mm256_permute2f128_ps::<0x20>(upper[1], lower[1]),
+                _mm256_permute2f128_ps::<0x20>(upper[2], lower[2]),
+                _mm256_permute2f128_ps::<0x20>(upper[3], lower[3]),
+                _mm256_permute2f128_ps::<0x31>(upper[0], lower[0]),
+                _mm256_permute2f128_ps::<0x31>(upper[1], lower[1]),
+                _mm256_permute2f128_ps::<0x31>(upper[2], lower[2]),
+                _mm256_permute2f128_ps::<0x31>(upper[3], lower[3]),
+            ]
         }
     }
 

@@ -16,9 +16,15 @@ pub(super) trait Register: Copy {
     /// Elements in a register.
     const COUNT: usize;
 
-    /// Rows of a tile. Together with [`VECTORS`](super::tile::VECTORS) registers per row, they fill the registers that the
-    /// instruction set has, but for a few that hold the operands.
+    /// Rows of a full tile: 8, or 6 where that many rows of three registers would not fit.
     const ROWS: usize;
+
+    /// Registers per row of a full tile. `ROWS` of them leave room for a row of operands and a factor: one sum too many, and the
+    /// inner loop waits for memory instead of the multiplier.
+    const VECTORS: usize;
+
+    /// Sums that fit the registers beside their operands.
+    const SUMS: usize = Self::ROWS * Self::VECTORS;
 
     /// Whether the instruction set includes AVX2 and F16C.
     const HAS_AVX2: bool;
@@ -44,7 +50,7 @@ mod x86 {
     use core::arch::x86_64::*;
 
     macro_rules! registers {
-        ($($Name:ident: $Register:ty, $T:ty, $count:expr, $rows:expr, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident;)*) => {$(
+        ($($Name:ident: $Register:ty, $T:ty, $count:expr, $rows:expr, $vectors:expr, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident;)*) => {$(
             #[derive(Clone, Copy)]
             pub(in super::super) struct $Name($Register);
 
@@ -52,6 +58,7 @@ mod x86 {
                 type Element = $T;
                 const COUNT: usize = $count;
                 const ROWS: usize = $rows;
+                const VECTORS: usize = $vectors;
                 const HAS_AVX2: bool = true;
 
                 #[inline(always)]
@@ -87,12 +94,12 @@ mod x86 {
             }
         )*};
     }
-    // 8 rows of 3 registers are 24 of the 32 registers of AVX-512; 4 rows are 12 of the 16 of AVX2.
+    // 24 sums, 3 columns and a factor are 28 of the 32 registers of AVX-512; 12 sums, 2 columns and a factor 15 of the 16 of AVX2.
     registers! {
-        F32x16: __m512, f32, 16, 8, _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps;
-        F64x8: __m512d, f64, 8, 8, _mm512_setzero_pd, _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_fmadd_pd;
-        F32x8: __m256, f32, 8, 4, _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_fmadd_ps;
-        F64x4: __m256d, f64, 4, 4, _mm256_setzero_pd, _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_fmadd_pd;
+        F32x16: __m512, f32, 16, 8, 3, _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps;
+        F64x8: __m512d, f64, 8, 8, 3, _mm512_setzero_pd, _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_fmadd_pd;
+        F32x8: __m256, f32, 8, 6, 2, _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_fmadd_ps;
+        F64x4: __m256d, f64, 4, 6, 2, _mm256_setzero_pd, _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_fmadd_pd;
     }
 }
 
@@ -106,7 +113,9 @@ macro_rules! plain {
         impl Register for Plain<$T> {
             type Element = $T;
             const COUNT: usize = 4;
-            const ROWS: usize = 4;
+            // NEON has 32 registers. On x86-64 a product takes a register of its own before it is added.
+            const ROWS: usize = if cfg!(target_arch = "aarch64") { 8 } else { 4 };
+            const VECTORS: usize = if cfg!(target_arch = "aarch64") { 3 } else { 2 };
             const HAS_AVX2: bool = false;
 
             #[inline(always)]

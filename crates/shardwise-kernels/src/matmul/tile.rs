@@ -4,9 +4,6 @@ use std::mem::MaybeUninit;
 
 use super::registers::Register;
 
-/// Registers per row of a tile.
-pub(super) const VECTORS: usize = 3;
-
 /// What happens to the product of a tile.
 #[derive(Clone, Copy)]
 pub(super) enum Store<T> {
@@ -31,8 +28,8 @@ pub(super) struct Tile<T> {
 /// as the columns fill.
 ///
 /// # Safety
-/// The processor has the instructions of `V`; panels and tile have these sizes; `tile.rows` is a power of two up to
-/// [`Register::ROWS`], and `tile.columns` at most [`VECTORS`] registers.
+/// The processor has the instructions of `V`; panels and tile have these sizes; `tile.rows` is [`Register::ROWS`] or a smaller
+/// power of two, and `tile.columns` at most [`Register::VECTORS`] registers.
 #[inline(always)]
 pub(super) unsafe fn multiply_panels<V: Register>(
     depth: usize,
@@ -42,21 +39,22 @@ pub(super) unsafe fn multiply_panels<V: Register>(
     store: Store<V::Element>,
 ) {
     macro_rules! sized {
-        ($($rows:literal)*) => {
+        ($($rows:literal x $registers:literal)*) => {
             match (tile.rows, tile.columns.div_ceil(V::COUNT)) {
                 $(
                     // SAFETY: the caller's promises, with the sizes as constants.
-                    ($rows, 1) => unsafe { sized_tile::<V, $rows, 1>(depth, left, right, tile, store) },
-                    // SAFETY: as above.
-                    ($rows, 2) => unsafe { sized_tile::<V, $rows, 2>(depth, left, right, tile, store) },
-                    // SAFETY: as above.
-                    ($rows, 3) => unsafe { sized_tile::<V, $rows, 3>(depth, left, right, tile, store) },
+                    ($rows, $registers) => unsafe { sized_tile::<V, $rows, $registers>(depth, left, right, tile, store) },
                 )*
                 sizes => unreachable!("a tile of {sizes:?}"),
             }
         };
     }
-    if V::ROWS == 8 { sized!(8 4 2 1) } else { sized!(4 2 1) }
+    match (V::ROWS, V::VECTORS) {
+        (8, 3) => sized!(8 x 3 8 x 2 8 x 1 4 x 3 4 x 2 4 x 1 2 x 3 2 x 2 2 x 1 1 x 3 1 x 2 1 x 1),
+        (6, 2) => sized!(6 x 2 6 x 1 4 x 2 4 x 1 2 x 2 2 x 1 1 x 2 1 x 1),
+        (4, 2) => sized!(4 x 2 4 x 1 2 x 2 2 x 1 1 x 2 1 x 1),
+        shape => unreachable!("tiles of {shape:?} registers"),
+    }
 }
 
 /// As [`multiply_panels`], for a number of rows and registers that is known when it is compiled, so that the sums stay in

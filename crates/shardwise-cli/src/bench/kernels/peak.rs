@@ -28,7 +28,7 @@ pub(super) fn measure(threads: usize) -> Rates {
     const BLOCKS: usize = 20_000;
     Rates {
         bytes_per_ms: 2.0 * (BYTES * threads) as f64 / on_threads(threads, copy),
-        multiply_adds_per_ms: (BLOCKS * shardwise_kernels::MULTIPLY_ADDS_PER_BLOCK * threads) as f64
+        multiply_adds_per_ms: (BLOCKS * shardwise_kernels::multiply_adds_per_block() * threads) as f64
             / on_threads(threads, arithmetic),
     }
 }
