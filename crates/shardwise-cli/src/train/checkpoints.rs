@@ -87,8 +87,9 @@ impl ResumePoint {
             }
         }
         let (path, error) = first.expect("there is one path at least");
-        let (found, needed) =
-            (format!("{}: {}", path.display(), error.found()), "a checkpoint that `shardwise train` saved");
+        let (place, found) = (path.display().to_string(), error.found());
+        let found = if found.contains(&place) { found } else { format!("{place}: {found}") };
+        let needed = "a checkpoint that `shardwise train` saved";
         let fix = "pass the directory of one, or train without --resume";
         Err(ErrorKind::Argument.error("checkpoint to resume", found, needed, fix))
     }
@@ -311,5 +312,9 @@ pub(super) fn is_same(one: &Path, other: &Path) -> bool {
 /// The error for a path that a run cannot write to, with its cause, such as a full disk or a missing permission.
 pub(super) fn cannot_write(what: &'static str, path: &Path, error: &std::io::Error) -> Error {
     let fix = "free disk space or grant permission, or choose another path";
-    ErrorKind::path(path).error(what, format!("{}: {error}", path.display()), "a writable path", fix)
+    let found = match path.is_symlink() && !path.exists() {
+        true => format!("{}, a link that leads nowhere", path.display()),
+        false => format!("{}: {error}", path.display()),
+    };
+    ErrorKind::path(path).error(what, found, "a writable path", fix)
 }

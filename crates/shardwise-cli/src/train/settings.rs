@@ -15,6 +15,7 @@ use shardwise::models::{
 use shardwise::optim::{AdamW, Algorithm, Muon, Optimizer, ParamGroup, Schedule};
 use shardwise::plan::{PlanSearch, ShardingPlan};
 use shardwise::prelude::*;
+use shardwise::read_file::{MOST_CONFIG_BYTES, read_text};
 use shardwise::text::TextFiles;
 
 use super::data::{TokenizedText, tokenizer_file};
@@ -278,7 +279,7 @@ impl TrainSettings {
     pub(crate) fn with_file(self, path: Option<&Path>) -> Result<TrainSettings> {
         let Some(path) = path else { return Ok(self) };
         let fix = "see `shardwise train --help` for the options";
-        let text = std::fs::read_to_string(path).map_err(|error| {
+        let text = read_text(path, MOST_CONFIG_BYTES).map_err(|error| {
             ErrorKind::Argument.error::<Error>("config", format!("{}: {error}", path.display()), "a TOML file", fix)
         })?;
         let found = |error: toml::de::Error| format!("{}: {}", path.display(), error.to_string().trim_end());
@@ -494,6 +495,11 @@ impl TrainSettings {
             Some(ModelConfig::Pretrained { config, .. }) => config.clone(),
             _ => PretrainedConfig::read(init)?,
         };
+        if config.is_encoder() {
+            let found = format!("{}, an encoder ({})", init.display(), config.model_type());
+            let fix = "name another model; `shardwise embed` computes embeddings with encoders";
+            return Err(ErrorKind::Model.error("--init", found, "a causal language model", fix));
+        }
         let seq_len = self.seq_len.unwrap_or(config.max_positions().min(FINE_TUNING_LENGTH));
         let config = ModelConfig::Pretrained { config, seq_len };
         config.check()?;

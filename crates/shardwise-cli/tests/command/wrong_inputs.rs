@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::program::{Place, TINY, shardwise, succeeds};
 
-/// The error of a command that must fail, with all these parts in it and none of the others.
+/// The error of a command that must fail, with all these parts in it and none of the other texts.
 fn error_of(arguments: &[&str], parts: &[&str], others: &[&str]) -> String {
     let output = shardwise(arguments);
     let message = String::from_utf8(output.stderr).unwrap();
@@ -46,7 +46,24 @@ fn a_model_that_does_not_exist_is_the_error_and_not_its_tokenizer() {
     }
     let text = place.file("model.txt", "no model");
     error_of(&["train", "--out", &out, "--init", &text], &["model.txt"], &["tokenizer"]);
+    // advice is about the command, not about functions of the library
+    error_of(&["train", "--out", &out, "--init", &model("bert")], &["an encoder", "shardwise embed"], &["models::"]);
     assert!(!Path::new(&out).exists());
+}
+
+#[test]
+#[cfg(unix)]
+fn a_link_that_leads_nowhere_is_called_one() {
+    let place = Place::new("nowhere");
+    let link = place.at("link");
+    std::os::unix::fs::symlink(place.at("gone"), &link).unwrap();
+    error_of(&["train", "--out", &link, "--steps", "1"], &[&link, "a link that leads nowhere"], &["os error"]);
+    let text = place.file("a.txt", "no checkpoint");
+    for path in [&text, &place.at("none")] {
+        let message =
+            error_of(&["train", "--out", &place.at("out"), "--resume", path], &["train without --resume"], &[]);
+        assert_eq!(message.matches(&**path).count(), 1, "{message}");
+    }
 }
 
 #[test]

@@ -78,7 +78,7 @@ pub(super) fn format_of(path: &Path) -> Result<Format> {
 fn format_within(files: &Files) -> Result<Format> {
     let none = || {
         not_one(match files.single_file() {
-            Some(name) => format!("a file that is none: {}", files.directory().join(name).display()),
+            Some(name) => format!("a file of no known format: {}", files.directory().join(name).display()),
             None => format!("a directory without a checkpoint: {}", files.directory().display()),
         })
     };
