@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use shardwise::Result;
+use shardwise::read_file::open_file;
 
 use super::checkpoints::cannot_write;
 
@@ -67,7 +68,7 @@ fn drop_later_lines(path: &Path, last: u64) -> io::Result<()> {
     if !path.is_file() {
         return Ok(());
     }
-    // Where the lines to remove begin, and whether others come after them.
+    // Where the lines to remove begin, and whether lines to keep come after them.
     let (mut cut, mut is_followed, mut offset) = (None, false, 0);
     for_each_line(&path, |line| {
         match keeps(line, last) {
@@ -94,7 +95,7 @@ fn drop_later_lines(path: &Path, last: u64) -> io::Result<()> {
 }
 
 fn for_each_line(path: &Path, mut body: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
-    let mut lines = BufReader::new(File::open(path)?);
+    let mut lines = BufReader::new(open_file(path)?);
     let mut line = Vec::new();
     while lines.read_until(b'\n', &mut line)? > 0 {
         body(&line)?;

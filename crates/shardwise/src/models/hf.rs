@@ -67,7 +67,7 @@ pub fn export_hf(
 
 /// Writes a model as [`export_hf`] does, with the files of its tokenizer: the directory has all of them or none.
 ///
-/// Collective: all ranks of the world must call it; the files are those that the first rank passes. A model that was trained on
+/// Collective: all ranks of the world must call it; the files of the first rank are written. A model that was trained on
 /// bytes has [`TextFiles::bytes`].
 ///
 /// # Errors

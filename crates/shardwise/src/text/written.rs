@@ -1,4 +1,4 @@
-//! The files of a tokenizer as they are written: those that were read, or those of a tokenizer with one token per byte.
+//! The files of a tokenizer as they are written: as read, or of a tokenizer with one token per byte.
 
 use std::collections::BTreeMap;
 
@@ -19,16 +19,17 @@ impl TextFiles {
     /// ```
     pub fn bytes() -> TextFiles {
         let vocabulary: BTreeMap<String, u32> = byte_symbols().into_iter().map(String::from).zip(0..).collect();
-        let byte_level = |prefix: bool| json!({ "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": false });
+        let byte_level =
+            json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
         let tokenizer = json!({
             "version": "1.0",
             "truncation": null,
             "padding": null,
             "added_tokens": [],
             "normalizer": null,
-            "pre_tokenizer": byte_level(false),
+            "pre_tokenizer": byte_level,
             "post_processor": null,
-            "decoder": byte_level(false),
+            "decoder": byte_level,
             "model": {
                 "type": "BPE",
                 "dropout": null,
