@@ -132,9 +132,9 @@ impl DTensor {
         let x = self.to_dtype(dtype::real(self.dtype()))?;
         let (&(last, points), others) = axes.split_last().expect("at least one dimension");
         let (mut real, mut imaginary) = (x, None::<DTensor>);
-        let mut total = points;
+        let mut total = points as f64;
         for &(dim, n) in others {
-            total *= n;
+            total *= n as f64;
             let (cosines, sines) = (real.waves(dim, n, f64::cos)?, real.waves(dim, n, f64::sin)?);
             let along = |x: &DTensor, by: &DTensor| x.times_along(dim, by);
             let turned = match direction {
@@ -162,7 +162,7 @@ impl DTensor {
             let sines = i.times_along(last, &i.matrix(last, points, wave(f64::sin))?)?;
             result = if direction == Direction::Inverse { result.sub(&sines)? } else { result.add(&sines)? };
         }
-        match direction.factor(norm, total as f64) {
+        match direction.factor(norm, total) {
             1.0 => Ok(result),
             factor => result.mul_scalar(factor),
         }

@@ -328,6 +328,9 @@ impl DTensor {
                 let needed = "a window that fits into the padded image";
                 return Err(ErrorKind::Argument.error("window", found, needed, "use a smaller window"));
             };
+            // A vector per window, whose elements take two words each.
+            let words = (size - 1).saturating_mul(2).saturating_add(WINDOW_WORDS);
+            check_whole(&[room / stride + 1, words], DType::F64)?;
             let inside = |at: usize| at.checked_sub(padding).filter(|&i| i < n);
             let window = |w: usize| (0..size).map(|i| inside(w * stride + i * dilation)).collect();
             let windows: Vec<Vec<Option<usize>>> = (0..room / stride + 1).map(window).collect();

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::{ConvOptions, InterpolateOptions, PadMode};
+use shardwise::ops::{ConvOptions, FftNorm, InterpolateOptions, PadMode};
 use shardwise::prelude::*;
 use shardwise::tensor::{Linspace, Logspace};
 
@@ -129,6 +129,15 @@ fn operators_that_enlarge_check_sizes_first() {
         ("cdist", |x, _| {
             let column = long(x)?.to_dtype(DType::F32)?.unsqueeze(1)?;
             column.cdist(&column, 2.0)
+        }),
+        // Padding of which there are as many windows, also of no images.
+        ("im2col", |x, n| {
+            let images = x.to_dtype(DType::F32)?.reshape(&[1, 1, 2, 2])?.narrow(0, 0, 0)?;
+            images.im2col(&[1], &[1], &[n >> 1], &[1])
+        }),
+        ("fft_hfftn", |x, n| {
+            let sizes: &[isize] = &[(n >> 1) as isize, 3];
+            x.to_dtype(DType::F32)?.reshape(&[2, 2])?.fft_hfftn(Some(sizes), None, FftNorm::Backward)
         }),
         ("unfold", |x, _| long(x)?.unfold(0, 1 << 21, 1)),
         ("diag_embed", |x, n| x.diag_embed((n >> 1) as isize, [0, 1])),
