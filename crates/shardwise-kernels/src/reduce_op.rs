@@ -32,10 +32,13 @@ pub enum ReduceOp {
     /// Bitwise exclusive or; integers only.
     #[doc(alias = "BXOR")]
     BitXor,
+    /// Logarithm of the sum of exponentials; floating-point types only. How ranks combine those of their shards of a softmax. PyTorch
+    /// does not have it.
+    LogSumExp,
 }
 
 impl ReduceOp {
-    /// All operations, for tests and for texts that list them.
+    /// The operations that PyTorch has, for tests and for texts that list them: all but [`LogSumExp`](Self::LogSumExp).
     pub const ALL: [ReduceOp; 8] = [
         ReduceOp::Sum,
         ReduceOp::Avg,
@@ -47,7 +50,8 @@ impl ReduceOp {
         ReduceOp::BitXor,
     ];
 
-    /// Name used in layouts, traces and options: `sum`, `avg`, `max`, `min`, `product`, `and`, `or`, `xor`.
+    /// Name used in layouts, traces and options: `sum`, `avg`, `max`, `min`, `product`, `and`, `or`, `xor`,
+    /// `logsumexp`.
     pub fn name(self) -> &'static str {
         match self {
             ReduceOp::Sum => "sum",
@@ -58,6 +62,7 @@ impl ReduceOp {
             ReduceOp::BitAnd => "and",
             ReduceOp::BitOr => "or",
             ReduceOp::BitXor => "xor",
+            ReduceOp::LogSumExp => "logsumexp",
         }
     }
 
@@ -68,7 +73,7 @@ impl ReduceOp {
         let float = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
         match self {
             ReduceOp::Sum | ReduceOp::Max | ReduceOp::Min | ReduceOp::Product => integer || float,
-            ReduceOp::Avg => float,
+            ReduceOp::Avg | ReduceOp::LogSumExp => float,
             ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => integer,
         }
     }
@@ -83,6 +88,7 @@ impl ReduceOp {
         }
         let (needed, fix) = match self {
             ReduceOp::Avg => ("a floating-point type", "convert the tensor first, or use sum"),
+            ReduceOp::LogSumExp => ("a floating-point type", "convert the tensor first"),
             ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => ("an integer type", "convert the tensor first"),
             _ => ("f64, f32, f16, bf16, i64, i32, i16, u32 or u8", "convert the tensor first"),
         };
@@ -107,7 +113,7 @@ impl FromStr for ReduceOp {
             "bxor" => "xor",
             other => other,
         };
-        ReduceOp::ALL.into_iter().find(|op| op.name() == name).ok_or_else(|| {
+        ReduceOp::ALL.into_iter().chain([ReduceOp::LogSumExp]).find(|op| op.name() == name).ok_or_else(|| {
             ErrorKind::unknown(text).error(
                 "reduction",
                 format!("`{text}`"),
@@ -126,7 +132,8 @@ mod tests {
     fn supports_depends_on_the_element_type() {
         assert!(ReduceOp::BitXor.supports(DType::I64) && !ReduceOp::BitXor.supports(DType::F32));
         assert!(ReduceOp::Avg.supports(DType::BF16) && !ReduceOp::Avg.supports(DType::I64));
-        assert!(!ReduceOp::Sum.supports(DType::F8E4M3));
+        assert!(!ReduceOp::Sum.supports(DType::F8E4M3) && !ReduceOp::LogSumExp.supports(DType::I64));
+        assert_eq!("logsumexp".parse::<ReduceOp>().unwrap(), ReduceOp::LogSumExp);
         let message = ReduceOp::Avg.check(DType::I64).unwrap_err().to_string();
         assert!(message.contains("avg of i64") && message.contains("floating-point"), "{message}");
     }

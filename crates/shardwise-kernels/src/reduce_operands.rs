@@ -67,6 +67,12 @@ macro_rules! accumulator_float {
                     ReduceOp::Max => zip(acc, src, |a, b| if a >= b || a.is_nan() { a } else { b }),
                     ReduceOp::Min => zip(acc, src, |a, b| if a <= b || a.is_nan() { a } else { b }),
                     ReduceOp::Product => zip(acc, src, |a, b| a * b),
+                    ReduceOp::LogSumExp => zip(acc, src, |a, b| {
+                        let (less, more) = if a < b { (a, b) } else { (b, a) };
+                        // Of equal infinities the difference would be NaN.
+                        let apart = if less == more { 0.0 } else { less - more };
+                        more + apart.exp().ln_1p()
+                    }),
                     ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => unreachable!("ReduceOp::check refuses it"),
                 }
             }
@@ -92,7 +98,7 @@ macro_rules! accumulator_integer {
                     ReduceOp::BitAnd => zip(acc, src, |a, b| a & b),
                     ReduceOp::BitOr => zip(acc, src, |a, b| a | b),
                     ReduceOp::BitXor => zip(acc, src, |a, b| a ^ b),
-                    ReduceOp::Avg => unreachable!("ReduceOp::check refuses it"),
+                    ReduceOp::Avg | ReduceOp::LogSumExp => unreachable!("ReduceOp::check refuses it"),
                 }
             }
 
@@ -170,6 +176,18 @@ mod tests {
             let out = reduce(op, &[&[f32::NAN, 1.0, 1.0][..], &[1.0, f32::NAN, 2.0], &[0.0, 0.0, 3.0]]);
             assert!(out[0].is_nan() && out[1].is_nan() && !out[2].is_nan(), "{op}: {out:?}");
         }
+    }
+
+    #[test]
+    fn logarithms_of_sums_combine_without_overflow() {
+        let (low, high) = (f64::NEG_INFINITY, f64::INFINITY);
+        let operands: [&[f64]; 3] =
+            [&[1e4, low, low, high, high, 2.5], &[1e4, low, 3.0, 1.0, low, low], &[low, low, low, 1e9, high, low]];
+        let out = reduce(ReduceOp::LogSumExp, &operands);
+        assert_eq!(out, [1e4 + 2f64.ln(), low, 3.0, high, high, 2.5]);
+        let out = reduce(ReduceOp::LogSumExp, &[&[f64::NAN, 1.0, low][..], &[1.0, f64::NAN, f64::NAN]]);
+        assert!(out.iter().all(|x| x.is_nan()), "{out:?}");
+        assert_eq!(reduce(ReduceOp::LogSumExp, &[&[f16::from_f32(0.0)][..]; 4]), [f16::from_f32(4f32.ln())]);
     }
 
     #[test]

@@ -177,7 +177,7 @@ impl Suite<'_> {
 
 /// The reductions that a type supports.
 fn ops_of(dtype: DType) -> Vec<ReduceOp> {
-    ReduceOp::ALL.into_iter().filter(|op| op.supports(dtype)).collect()
+    ReduceOp::ALL.into_iter().chain([ReduceOp::LogSumExp]).filter(|op| op.supports(dtype)).collect()
 }
 
 /// Pseudo-random elements that use the full precision of the type.
@@ -259,6 +259,7 @@ fn plain_reduce(op: ReduceOp, operands: &[Tensor]) -> Tensor {
                     ReduceOp::Product => a * b,
                     ReduceOp::Max => a.max(b),
                     ReduceOp::Min => a.min(b),
+                    ReduceOp::LogSumExp => a.max(b) + (a.min(b) - a.max(b)).exp().ln_1p(),
                     _ => unreachable!(),
                 },
                 |a: $Wide| if op == ReduceOp::Avg { a / n as $Wide } else { a }
@@ -280,7 +281,7 @@ fn plain_reduce(op: ReduceOp, operands: &[Tensor]) -> Tensor {
                     ReduceOp::BitAnd => a & b,
                     ReduceOp::BitOr => a | b,
                     ReduceOp::BitXor => a ^ b,
-                    ReduceOp::Avg => unreachable!(),
+                    ReduceOp::Avg | ReduceOp::LogSumExp => unreachable!(),
                 },
                 |x| x
             )

@@ -35,7 +35,8 @@ pub(super) fn mpi_op(op: ReduceOp, dtype: DType) -> Option<ffi::MPI_Op> {
             ReduceOp::Product => ffi::RSMPI_PROD,
             ReduceOp::Max if dtype.is_int() => ffi::RSMPI_MAX,
             ReduceOp::Min if dtype.is_int() => ffi::RSMPI_MIN,
-            ReduceOp::Max | ReduceOp::Min => return None,
+            // MPI does not have logarithms of sums either.
+            ReduceOp::Max | ReduceOp::Min | ReduceOp::LogSumExp => return None,
             ReduceOp::BitAnd => ffi::RSMPI_BAND,
             ReduceOp::BitOr => ffi::RSMPI_BOR,
             ReduceOp::BitXor => ffi::RSMPI_BXOR,

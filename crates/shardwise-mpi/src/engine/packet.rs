@@ -49,12 +49,17 @@ pub(super) struct Packet {
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Combine {
-    /// Index of the reduction in `ReduceOp::ALL` plus 1; 0 merges data that the ranks have at different offsets.
+    /// Index of the reduction in [`reductions`] plus 1; 0 merges data that the ranks have at different offsets.
     op: u8,
     dtype: u8,
 }
 
 const DISJOINT: Combine = Combine { op: 0, dtype: 0 };
+
+/// All reductions of the library.
+fn reductions() -> impl Iterator<Item = ReduceOp> {
+    ReduceOp::ALL.into_iter().chain([ReduceOp::LogSumExp])
+}
 
 const DTYPES: [DType; 9] =
     [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
@@ -83,7 +88,7 @@ impl Packet {
     pub(super) fn put_operand(&mut self, op: ReduceOp, dtype: DType, bytes: &[u8]) {
         let number = |found: Option<usize>| found.map_or(0, |n| n as u8);
         self.combine = Combine {
-            op: number(ReduceOp::ALL.iter().position(|o| *o == op)) + 1,
+            op: number(reductions().position(|o| o == op)) + 1,
             dtype: number(DTYPES.iter().position(|d| *d == dtype)),
         };
         self.count = (bytes.len() / dtype.size_in_bytes()) as u32;
@@ -167,7 +172,7 @@ impl Packet {
             return;
         }
         let Combine { op, dtype } = self.combine;
-        let (Some(&op), Some(&dtype)) = (ReduceOp::ALL.get(usize::from(op) - 1), DTYPES.get(usize::from(dtype))) else {
+        let (Some(op), Some(&dtype)) = (reductions().nth(usize::from(op) - 1), DTYPES.get(usize::from(dtype))) else {
             return;
         };
         let count = (self.count as usize).min(DATA_BYTES / dtype.size_in_bytes());

@@ -7,7 +7,7 @@ use shardwise_kernels::ReduceOp;
 pub(crate) fn is_idempotent(op: ReduceOp) -> bool {
     match op {
         ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min | ReduceOp::BitAnd | ReduceOp::BitOr => true,
-        ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor => false,
+        ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor | ReduceOp::LogSumExp => false,
     }
 }
 

@@ -273,7 +273,7 @@ fn neutral(op: ReduceOp, shape: &[usize], dtype: DType) -> Result<Tensor> {
             match op {
                 ReduceOp::Sum | ReduceOp::BitOr | ReduceOp::BitXor => Tensor::zeros(shape, dtype, &Device::Cpu),
                 ReduceOp::Product => Tensor::ones(shape, dtype, &Device::Cpu),
-                ReduceOp::Max => Tensor::full::<$T, _>($lowest, shape, &Device::Cpu),
+                ReduceOp::Max | ReduceOp::LogSumExp => Tensor::full::<$T, _>($lowest, shape, &Device::Cpu),
                 ReduceOp::Min => Tensor::full::<$T, _>($highest, shape, &Device::Cpu),
                 ReduceOp::BitAnd => Tensor::full::<$T, _>($ones, shape, &Device::Cpu),
                 ReduceOp::Avg => unreachable!("the planner makes means partial only from replicas"),
