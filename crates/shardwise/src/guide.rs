@@ -300,7 +300,7 @@
 //!
 //! # Loss with sharded classes
 //!
-//! No scope is needed: ranks that share the classes exchange three numbers per prediction.
+//! No scope is needed: ranks that share the classes all-reduce one number per prediction.
 //!
 //! ```python
 //! with loss_parallel():

@@ -2,7 +2,7 @@
 
 use std::mem::MaybeUninit;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::{
     NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write,
@@ -38,19 +38,85 @@ fn map_rows<T: RowFloat>(x: &Tensor, body: MapRow<'_, T>) -> Result<Tensor> {
 
 /// `log(sum(exp(x)))` over the last dimension, whose size becomes 1.
 pub fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
-    in_type_of!(x, T => {
-        let (count, width) = rows_and_width(x);
-        let target = RowWriter::new(x.dtype(), count, 1)?;
-        over_rows::<T, 1>(&[x], 1, &|i, [row], scratch| {
-            let value = simd::run(LogSumExp { row, scratch: scratch_of(scratch, width.max(1)) });
+    let [sums] = log_sums(x, [x.dtype()], |shift, log| [shift + log])?;
+    Ok(sums)
+}
+
+/// `log(sum(exp(x)))` over the last dimension, whose size becomes 1, in f64 and compressed ([`terms_of_compressed`]): those of parts of
+/// a row combine to that of the row, [`ReduceOp::LogSumExp`](crate::ReduceOp::LogSumExp). For elements that f32 represents.
+pub fn logsumexp_rows_compressed(x: &Tensor) -> Result<Tensor> {
+    let [sums] = log_sums(x, [DType::F64], |shift, log| [compressed(shift) + log])?;
+    Ok(sums)
+}
+
+/// From here on, neighbours in f32 are so far apart that the smaller one adds nothing to a sum of exponentials.
+const FAR: f32 = (1 << 30) as f32;
+
+/// The distance that compressed neighbours get, more than the logarithm of any number of elements.
+const APART: f64 = 128.0;
+
+/// A number of f32 on a scale on which neighbours beyond [`FAR`] are [`APART`], so that in f64 its distance to the logarithm of a
+/// sum keeps digits: of a row of the lowest number of f32, which masks use, it would have none.
+fn compressed(x: f64) -> f64 {
+    if x.abs() < f64::from(FAR) || !x.is_finite() {
+        return x;
+    }
+    let steps = (x.abs() as f32).to_bits() - FAR.to_bits();
+    (f64::from(FAR) + APART * f64::from(steps)).copysign(x)
+}
+
+/// The two terms in f32 of a compressed logarithm of a sum of exponentials, as [`logsumexp_rows_in_terms`] returns them.
+pub fn terms_of_compressed(log_sum: f64) -> [f32; 2] {
+    if log_sum.abs() < f64::from(FAR) || !log_sum.is_finite() {
+        let high = log_sum as f32;
+        return [high, (log_sum - f64::from(high)) as f32];
+    }
+    let largest = (log_sum / APART).floor() * APART;
+    let steps = (largest.abs() - f64::from(FAR)) / APART;
+    [f32::from_bits(FAR.to_bits() + steps as u32).copysign(largest as f32), (log_sum - largest) as f32]
+}
+
+/// `log(sum(exp(x)))` over the last dimension, whose size becomes 1, as two terms in the type of `x`: the largest element, and the
+/// logarithm of the rest. Differences from the sum keep their digits if the terms are added one after the other. Of an infinite sum
+/// the second term is NaN, as the softmax is.
+pub fn logsumexp_rows_in_terms(x: &Tensor) -> Result<[Tensor; 2]> {
+    log_sums(x, [x.dtype(); 2], |shift, log| if log.is_infinite() { [log, f64::NAN] } else { [shift, log] })
+}
+
+/// Tensors of these types with one element per row, from the shift of a row and the logarithm of the sum of shifted exponentials.
+fn log_sums<const K: usize>(
+    x: &Tensor,
+    types: [DType; K],
+    body: impl Fn(f64, f64) -> [f64; K] + Sync,
+) -> Result<[Tensor; K]> {
+    let mut shape = x.dims().to_vec();
+    shape.last_mut().into_iter().for_each(|last| *last = 1);
+    let (_, width) = rows_and_width(x);
+    let count = shape.iter().product();
+    let targets = types.iter().map(|&dtype| RowWriter::new(dtype, count, 1)).collect::<Result<Vec<_>>>()?;
+    let write = |i: usize, shift: f64, log: f64| {
+        for (target, value) in targets.iter().zip(body(shift, log)) {
             // SAFETY: the row has one element, and each row is written once.
-            unsafe { target.write(i, scratch, |out| { out[0].write(T::narrow(value)); }) };
+            unsafe {
+                target.write(i, &mut [MaybeUninit::<f64>::uninit()], |out| {
+                    out[0].write(value);
+                })
+            };
+        }
+    };
+    if width == 0 {
+        // The sum of no exponentials.
+        (0..count).for_each(|i| write(i, 0.0, f64::NEG_INFINITY));
+    }
+    in_type_of!(x, T => {
+        over_rows::<T, 1>(&[x], 1, &|i, [row], scratch| {
+            let (shift, log) = simd::run(LogSumExp { row, scratch: scratch_of(scratch, width.max(1)) });
+            write(i, shift, log);
         })?;
-        let mut shape = x.dims().to_vec();
-        shape.last_mut().into_iter().for_each(|last| *last = 1);
-        // SAFETY: every row was written.
-        Ok(unsafe { target.finish(&shape) })
-    })
+    });
+    let mut targets = targets.into_iter();
+    // SAFETY: every row was written.
+    Ok(types.map(|_| unsafe { targets.next().expect("one per type").finish(&shape) }))
 }
 
 /// Layer norm over the last dimension: `(x - mean) / sqrt(var + eps) * weight + bias`, with the biased variance.
@@ -135,14 +201,15 @@ struct LogSumExp<'a, T> {
 }
 
 impl<T: RowFloat> Kernel for LogSumExp<'_, T> {
-    type Output = f64;
+    /// The shift, and the logarithm of the sum of shifted exponentials.
+    type Output = (f64, f64);
 
     #[inline(always)]
-    fn run<const FMA: bool>(self) -> f64 {
+    fn run<const FMA: bool>(self) -> (f64, f64) {
         let largest = T::max_of(self.row);
         // An infinite shift would turn every element into NaN.
         let shift = if largest.wide().is_infinite() { T::narrow(0.0) } else { largest };
-        shift.wide() + exponentials::<FMA, T>(self.row, shift, self.scratch).1.ln()
+        (shift.wide(), exponentials::<FMA, T>(self.row, shift, self.scratch).1.ln())
     }
 }
 
@@ -184,7 +251,7 @@ impl<T: RowFloat> Kernel for NormForward<'_, T> {
 mod tests {
     use super::super::tests::{assert_close, others, rows, samples};
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     fn log_sum(row: &[f64]) -> f64 {
         row.iter().map(|x| x.exp()).sum::<f64>().ln()
@@ -203,6 +270,25 @@ mod tests {
             assert_close(&log_softmax_rows(&x).unwrap(), &log_softmax, &x, precision);
             let logsumexp = each_row(&x, |_, sum| vec![sum]);
             assert_close(&logsumexp_rows(&x).unwrap(), &logsumexp, &x, precision);
+            let [shift, log] = logsumexp_rows_in_terms(&x).unwrap();
+            assert_close(&(shift + log).unwrap(), &logsumexp, &x, precision);
+        }
+    }
+
+    #[test]
+    fn compressed_sums_are_those_of_rows_of_any_size() {
+        for largest in [0.0, -1.5, 1e9, -1e9, f32::from_bits(FAR.to_bits() + 1), -FAR, 3e38, f32::MIN, f32::MAX, -2e20]
+        {
+            let lower = -f32::from_bits((-largest).to_bits() + 1);
+            let row = [largest, if largest < 0.0 { lower } else { -1e3 - largest }, largest, largest];
+            let sum = logsumexp_rows_compressed(&Tensor::new(&[row], &Device::Cpu).unwrap()).unwrap();
+            let [high, low] = terms_of_compressed(rows(&sum)[0][0]);
+            let expected = row.iter().map(|&x| (f64::from(x) - f64::from(largest)).exp()).sum::<f64>().ln();
+            let found = (f64::from(high) - f64::from(largest)) + f64::from(low);
+            assert!((found - expected).abs() < 3e-5, "{largest}: {high} + {low}, not {expected} more");
+        }
+        for nothing in [f64::INFINITY, f64::NEG_INFINITY] {
+            assert_eq!(f64::from(terms_of_compressed(nothing)[0]), nothing);
         }
     }
 
@@ -240,6 +326,8 @@ mod tests {
             assert_eq!(softmax_rows(&none).unwrap().dims(), shape);
             assert_eq!(layer_norm_rows(&none, None, None, 1e-5).unwrap().dims(), shape);
         }
+        let nothing = logsumexp_rows(&Tensor::zeros((3, 0), DType::F32, &Device::Cpu).unwrap()).unwrap();
+        assert_eq!((nothing.dims(), rows(&nothing).concat()), (&[3, 1][..], vec![f64::NEG_INFINITY; 3]));
         let short = Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
         let refused = layer_norm_rows(&x, Some(&short), None, 1e-5).unwrap_err().to_string();
         assert!(refused.contains("rows of 3 elements"), "{refused}");

@@ -13,7 +13,10 @@ pub use backward::{
     add_layer_norm_backward_rows, add_rms_norm_backward_rows, layer_norm_backward_rows, log_softmax_backward_rows,
     rms_norm_backward_rows, softmax_backward_rows,
 };
-pub use forward::{layer_norm_rows, log_softmax_rows, logsumexp_rows, rms_norm_rows, softmax_rows};
+pub use forward::{
+    layer_norm_rows, log_softmax_rows, logsumexp_rows, logsumexp_rows_compressed, logsumexp_rows_in_terms,
+    rms_norm_rows, softmax_rows, terms_of_compressed,
+};
 pub use residual::{add_layer_norm_rows, add_rms_norm_rows};
 
 use std::array::from_fn;

@@ -70,8 +70,9 @@ impl Default for LossOptions {
 impl DTensor {
     /// Computes the cross entropy of logits `[n, classes, ...]` (or `[classes]`) and class indices `[n, ...]` (or a scalar).
     ///
-    /// If the classes are sharded, the logits are never gathered: ranks all-reduce a maximum, a sum and the logit of the target,
-    /// three numbers per prediction. In PyTorch this needs the context `loss_parallel`. Half precision is computed in f32.
+    /// If the classes are sharded, the logits are never gathered: ranks all-reduce the logarithm of a sum per prediction, in f64 (of f64
+    /// logits a maximum and a sum), and the losses are `Partial(Sum)`, each held by the rank that has the logit of its target. In PyTorch
+    /// this needs the context `loss_parallel`. Half precision is computed in f32.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -103,12 +104,15 @@ impl DTensor {
         let logits = &self.without_partials("cross_entropy", &[dim])?;
         // i64 holds every `ignore_index`; the type of the targets may not.
         let target = &target.to_dtype(DType::I64)?;
-        let spread = logits.logsumexp(&[dim], false)?;
-        let losses = spread.sub(&logits.of_target("cross_entropy", target, dim, options.ignore_index)?)?;
+        let known = self.known_targets("cross_entropy", target, dim, options.ignore_index)?;
+        let over = [dim as usize];
+        let sums = logits.log_sums("cross_entropy", &over)?;
+        let losses = logits.class_losses(&sums, over[0], &known)?;
         let losses = match options.label_smoothing {
             0.0 => losses,
             smoothing => {
-                let even = spread.sub(&logits.mean(&[dim], false)?)?;
+                let mean = logits.mean(&[dim], true)?;
+                let even = logits.log_sum_minus(&sums, &over, Some(&mean))?.squeeze(Some(dim))?;
                 losses.mul_scalar(1.0 - smoothing)?.add(&even.mul_scalar(smoothing)?)?
             }
         };
@@ -149,11 +153,17 @@ impl DTensor {
     /// The element at the class of each target, all-reduced; arbitrary where the target is ignored.
     #[track_caller]
     fn of_target(&self, name: &'static str, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
+        let known = self.known_targets(name, target, dim, ignore_index)?;
+        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))?.all_reduced(name)
+    }
+
+    /// The class of each target, 0 where it is ignored.
+    #[track_caller]
+    fn known_targets(&self, name: &'static str, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
         let target = &target.all_reduced(name)?;
         self.check_targets(name, target, self.shape()[dim as usize], ignore_index)?;
         let ignored = target.full_like(ignore_index)?;
-        let known = target.ne(&ignored)?.where_cond(target, &target.zeros_like()?)?;
-        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))?.all_reduced(name)
+        target.ne(&ignored)?.where_cond(target, &target.zeros_like()?)
     }
 
     /// Fails if a target that this rank holds is neither a class nor ignored. Without this check the error would name `gather`
@@ -288,7 +298,9 @@ fn reduce_counted(losses: &DTensor, target: &DTensor, options: LossOptions) -> R
         Reduction::Mean => {
             // The count is needed reduced on every rank; the sum of the losses may stay partial.
             let count = counts.to_dtype(losses.dtype())?.sum(&[], false)?.all_reduced("cross_entropy")?;
-            losses.sum(&[], false)?.div(&count)
+            let sum = losses.sum(&[], false)?;
+            // A product leaves the sum partial where every rank has losses of its classes, for half a unit in the last place.
+            if losses.layout().is_partial() { sum.mul(&count.reciprocal()?) } else { sum.div(&count) }
         }
         Reduction::BatchMean => unreachable!("refused by Reduction::check"),
     }

@@ -36,6 +36,7 @@ mod linalg;
 mod linear_activation;
 mod lookup;
 mod local_product;
+mod log_sum;
 mod loss;
 mod margin_loss;
 mod masked;

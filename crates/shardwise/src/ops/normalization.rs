@@ -5,6 +5,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
+use super::reduce::resolve;
 use super::{OpEntry, SampleInput, dtype};
 use crate::comm::record_implicit_operator;
 use crate::error::{Error, ErrorKind, Result};
@@ -88,8 +89,8 @@ impl DTensor {
 
     /// Applies the softmax along a dimension.
     ///
-    /// Local if the dimension is not sharded. If it is, ranks all-reduce a maximum and a sum per line, and one number per line in the
-    /// backward pass; the layout stays.
+    /// Local if the dimension is not sharded. If it is, ranks all-reduce the logarithm of a sum per line (in f64; of f64 a maximum and a
+    /// sum), and one number per line in the backward pass; the layout stays.
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
         // Differences of unsigned integers would wrap.
@@ -109,10 +110,8 @@ impl DTensor {
         if let Some(wide) = x.widened()? {
             return wide.softmax(dim)?.to_dtype(self.dtype());
         }
-        // The result does not depend on the shift, so no gradient goes through it.
-        let shift = x.detach().amax(&[dim], true)?.all_reduced("softmax")?;
-        let exponentials = x.sub(&shift)?.exp()?;
-        exponentials.div(&exponentials.sum_of_positive(&[dim])?.all_reduced("softmax")?)
+        let dims = [x.resolve_dim("softmax", dim)?];
+        x.softmax_with(&x.log_sums("softmax", &dims)?, &dims, false)
     }
 
     /// Returns the logarithm of the softmax along a dimension, without overflow.
@@ -137,14 +136,13 @@ impl DTensor {
         if let Some(wide) = x.widened()? {
             return wide.log_softmax(dim)?.to_dtype(self.dtype());
         }
-        // As in softmax.
-        let shifted = x.sub(&x.detach().amax(&[dim], true)?.all_reduced("log_softmax")?)?;
-        shifted.sub(&shifted.exp()?.sum_of_positive(&[dim])?.all_reduced("log_softmax")?.log()?)
+        let dims = [x.resolve_dim("log_softmax", dim)?];
+        x.softmax_with(&x.log_sums("log_softmax", &dims)?, &dims, true)
     }
 
     /// Computes `log(sum(exp(x)))` over some dimensions, or over all if `dims` is empty, without overflow.
     ///
-    /// If a reduced dimension is sharded, ranks all-reduce a maximum and a sum per line.
+    /// If a reduced dimension is sharded, ranks communicate as in [`softmax`](Self::softmax), and not in the backward pass.
     #[track_caller]
     pub fn logsumexp(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         // Differences of unsigned integers would wrap.
@@ -170,11 +168,8 @@ impl DTensor {
         if x.elem_count() == 0 {
             return x.sum(dims, keepdim)?.log(); // nothing adds up to 0
         }
-        // The result does not depend on the shift, so no gradient goes through it. An infinite shift would turn everything
-        // into NaN.
-        let shift = x.detach().amax(dims, true)?.all_reduced("logsumexp")?.nan_to_num(f64::NAN, 0.0, 0.0)?;
-        let sum = x.sub(&shift)?.exp()?.sum_of_positive(dims)?.all_reduced("logsumexp")?;
-        let kept = sum.log()?.add(&shift)?;
+        let over = resolve("logsumexp", dims, &x)?;
+        let kept = x.log_sum_minus(&x.log_sums("logsumexp", &over)?, &over, None)?;
         if keepdim {
             return Ok(kept);
         }

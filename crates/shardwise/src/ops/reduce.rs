@@ -147,7 +147,7 @@ fn reduce(x: &DTensor, kind: ReduceKind, dims: &[isize], keepdim: bool) -> Resul
 }
 
 /// Resolves negative dimensions; all dimensions if `dims` is empty.
-fn resolve(name: &'static str, dims: &[isize], x: &DTensor) -> Result<Vec<usize>> {
+pub(super) fn resolve(name: &'static str, dims: &[isize], x: &DTensor) -> Result<Vec<usize>> {
     let ndim = x.ndim();
     // A scalar has dimensions 0 and -1 by name, as in PyTorch: there is nothing to reduce.
     if dims.is_empty() || ndim == 0 && matches!(dims, [0 | -1]) {

@@ -20,6 +20,7 @@ mod half_precision;
 mod indexing;
 mod linear_activation;
 mod local_gradients;
+mod log_sums;
 mod operator_overloads;
 mod ops_bad_input;
 mod ops_oracle;
