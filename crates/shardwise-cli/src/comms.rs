@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use shardwise::comm::CommLock;
 use shardwise::error::ErrorKind;
+use shardwise::read_file::{MOST_CONFIG_BYTES, read_text};
 use shardwise::{Error, Result};
 
 use crate::plan::job::PlannedStep;
@@ -66,7 +67,7 @@ pub(crate) fn run(comms: &Comms) -> Result<()> {
 /// As [`CommLock::check_file`], without the environment variable: `lock` writes.
 fn check(lock: &CommLock, options: &LockOptions) -> Result<()> {
     let path = &options.file;
-    let text = std::fs::read_to_string(path).map_err(|error| {
+    let text = read_text(path, MOST_CONFIG_BYTES).map_err(|error| {
         let found = format!("{error}: {}", path.display());
         let fix = "write it with `shardwise comms lock`";
         ErrorKind::path(path).error::<Error>("--file", found, "a lockfile", fix)

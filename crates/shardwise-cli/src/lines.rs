@@ -1,12 +1,12 @@
 //! Files of lines that the user wrote.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use shardwise::error::ErrorKind;
 use shardwise::prelude::*;
+use shardwise::read_file::open_file;
 
 /// The text of a file of at most so many bytes; `-` is standard input.
 pub(crate) fn read(path: &Path, most: u64) -> Result<String> {
@@ -17,7 +17,7 @@ pub(crate) fn read(path: &Path, most: u64) -> Result<String> {
     let mut bytes = Vec::new();
     let read = match path == Path::new("-") {
         true => std::io::stdin().take(most + 1).read_to_end(&mut bytes),
-        false => File::open(path).and_then(|file| file.take(most + 1).read_to_end(&mut bytes)),
+        false => open_file(path).and_then(|file| file.take(most + 1).read_to_end(&mut bytes)),
     };
     read.map_err(|error| bad(error.to_string()))?;
     if bytes.len() as u64 > most {

@@ -9,6 +9,7 @@ use shardwise::comm::RankDump;
 use shardwise::error::ErrorKind;
 use shardwise::picture::bytes_text;
 use shardwise::prelude::*;
+use shardwise::read_file::read_text;
 use shardwise::report::{RunReport, page, read_page};
 
 /// The options of `shardwise report`.
@@ -39,6 +40,9 @@ pub(crate) struct ReportOptions {
 
 /// File name of a report in the output directory of a run.
 pub(crate) const REPORT_FILE: &str = "report.json";
+
+/// Largest report or page: spans of a million operators.
+const MOST_REPORT_BYTES: u64 = 256 << 20;
 
 /// Directory of dumps in the output directory of a run.
 pub(crate) const DUMP_DIR: &str = "dump";
@@ -114,7 +118,7 @@ fn read(path: &Path) -> Result<(Vec<RunReport>, Vec<RankDump>)> {
         let fix = "name a run of `train --report`, its report.json, a page, or a directory of dumps";
         ErrorKind::path(path).error::<Error>("report", found, "a report", fix)
     };
-    let text = std::fs::read_to_string(path).map_err(|error| problem(format!("{}: {error}", path.display())))?;
+    let text = read_text(path, MOST_REPORT_BYTES).map_err(|error| problem(format!("{}: {error}", path.display())))?;
     if text.trim_start().starts_with('<') {
         return read_page(&text);
     }

@@ -46,6 +46,7 @@
 // The order of the modules is the architecture: a module uses only modules above it. `tests/communication/architecture` enforces it.
 
 pub mod error;
+pub mod read_file;
 mod rank_context;
 mod module_scope;
 mod intern;

@@ -12,6 +12,7 @@ use serde::Serialize;
 use shardwise::TensorMeta;
 use shardwise::checkpoint::{self, State};
 use shardwise::prelude::*;
+use shardwise::read_file::{MOST_CONFIG_BYTES, open_file, read_text};
 
 use crate::output::{RowPrinter, TableRow};
 use crate::processes;
@@ -160,7 +161,7 @@ fn write_plain(path: &Path, block: &[u8], bytes: usize) -> Result<()> {
 
 fn read_plain(path: &Path, bytes: usize) -> Result<()> {
     let mut all = Vec::with_capacity(bytes);
-    File::open(path)?.read_to_end(&mut all)?;
+    open_file(path)?.read_to_end(&mut all)?;
     Ok(())
 }
 
@@ -198,7 +199,7 @@ impl Drop for Scratch {
 
 /// Peak memory of the process since [`reset_peak`], in MB; 0 where the operating system does not report it.
 fn peak_mb() -> f64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let status = read_text("/proc/self/status", MOST_CONFIG_BYTES).unwrap_or_default();
     let line = status.lines().find(|line| line.starts_with("VmHWM:"));
     let kilobytes = line.and_then(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
     kilobytes.unwrap_or(0.0) * 1024.0 / 1e6

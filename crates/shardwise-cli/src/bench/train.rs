@@ -10,6 +10,7 @@ use shardwise::models::{DataParallelMode, GptConfig, ModelConfig, ParallelismCon
 use shardwise::optim::{AdamW, ParamGroup, Schedule};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
+use shardwise::read_file::{MOST_CONFIG_BYTES, read_text};
 use shardwise_mpi::Settings;
 
 use crate::output::{RowPrinter, TableRow};
@@ -242,7 +243,7 @@ fn measure(TrainCase { mode, mesh, plan }: TrainCase, steps: u32, sizes: TrainSi
 
 /// The largest resident memory of this process so far, as Linux reports it.
 fn peak_mb() -> f64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let status = read_text("/proc/self/status", MOST_CONFIG_BYTES).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<f64>().ok());
     kilobytes.unwrap_or(0.0) * 1024.0 / 1e6

@@ -9,6 +9,7 @@ use shardwise::generate::Sampling;
 use shardwise::models::{DataParallelMode, ModelConfig, ParallelismConfig, PretrainedConfig, load_tokenizer};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
+use shardwise::read_file::{MOST_CONFIG_BYTES, read_text};
 use shardwise::text::Tokenizer;
 
 use super::WeightDtype;
@@ -121,7 +122,7 @@ impl GenerationSource {
             SourceKind::Trained { .. } => Ok(Sampling::new(0.8).top_k(50)),
             SourceKind::Pretrained { path, .. } => {
                 let path = path.join("generation_config.json");
-                let Ok(text) = std::fs::read_to_string(&path) else { return Ok(Sampling::greedy()) };
+                let Ok(text) = read_text(&path, MOST_CONFIG_BYTES) else { return Ok(Sampling::greedy()) };
                 // The tokenizer has read the file before, so it is JSON.
                 sampling_of(&serde_json::from_str(&text).unwrap_or_default())
             }

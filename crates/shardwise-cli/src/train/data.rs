@@ -6,15 +6,22 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use shardwise::data::{Batches, Dataset, LabeledTokens, PackedSequences, Packing, TokenSequences, read_documents};
+use shardwise::read_file::read_bytes;
 use shardwise::text::{TextFiles, Tokenizer};
 use shardwise::{DeviceMesh, Error, Result};
 
 /// The built-in training text.
 const BOOK: &str = include_str!("../../data/alice.txt");
 
+/// Largest tokenizer, as that of a model directory.
+const MOST_TOKENIZER_BYTES: u64 = 128 << 20;
+
+/// Largest text, which is tokenized in one piece: its tokens take several times its memory.
+const MOST_TEXT_BYTES: u64 = 2 << 30;
+
 /// A tokenizer that is a single file.
 pub(crate) fn tokenizer_file(path: &Path) -> Result<TextFiles> {
-    let tokenizer = std::fs::read(path).map_err(|error| bad_tokenizer(path, &error.to_string()))?;
+    let tokenizer = read_bytes(path, MOST_TOKENIZER_BYTES).map_err(|error| bad_tokenizer(path, &error.to_string()))?;
     let files = TextFiles { tokenizer, ..TextFiles::default() };
     Tokenizer::new(&files).map_err(|error| bad_tokenizer(path, &error.found()))?;
     Ok(files)
@@ -93,7 +100,7 @@ impl TokenizedText {
                     let needed = "a file of UTF-8 text, or of JSON lines with a name that ends with .jsonl";
                     ErrorKind::Data.error::<Error>("data", found, needed, "give another file with --data")
                 };
-                let bytes = std::fs::read(path).map_err(|error| found(error.to_string()))?;
+                let bytes = read_bytes(path, MOST_TEXT_BYTES).map_err(|error| found(error.to_string()))?;
                 let text = String::from_utf8(bytes).map_err(|error| found(error.to_string()))?;
                 tokenizer.encode_without_special(&text)?
             }

@@ -5,6 +5,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use shardwise::read_file::read_text;
 use shardwise::{Error, Result};
 
 use super::checkpoints::cannot_write;
@@ -30,10 +31,13 @@ struct HistoryLine {
     held_out_loss: Option<f64>,
 }
 
+/// Largest file of losses: those of ten million steps.
+const MOST_HISTORY_BYTES: u64 = 512 << 20;
+
 impl LossRecord {
     /// Reads the losses up to a step; none if there is no file, as in directories of earlier versions.
     fn read(out: &Path, last: u64) -> LossRecord {
-        let text = std::fs::read_to_string(out.join(HISTORY_FILE)).unwrap_or_default();
+        let text = read_text(out.join(HISTORY_FILE), MOST_HISTORY_BYTES).unwrap_or_default();
         let mut losses = LossRecord::default();
         // A line truncated by a crash belongs to a step after the latest checkpoint, so it can be ignored.
         for line in

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use shardwise::models::ModelConfig;
+use shardwise::read_file::{MOST_CONFIG_BYTES, read_text};
 use shardwise::text::{TextFiles, Tokenizer};
 use shardwise::{Error, Result};
 
@@ -55,7 +56,7 @@ pub(super) fn log_of(directory: &Path) -> Option<PathBuf> {
     struct LogInfo {
         log: PathBuf,
     }
-    let text = std::fs::read_to_string(directory.join(CONFIG)).ok()?;
+    let text = read_text(directory.join(CONFIG), MOST_CONFIG_BYTES).ok()?;
     let info: LogInfo = serde_json::from_str(&text).ok()?;
     Some(directory.join(info.log))
 }
@@ -77,7 +78,7 @@ pub(crate) struct ModelDir {
 /// Whether a directory is an output directory of `train`: its configuration names a model of this library, or there is none and
 /// the directory is the default one.
 pub(crate) fn is_trained(directory: &Path) -> bool {
-    let text = std::fs::read_to_string(directory.join(CONFIG));
+    let text = read_text(directory.join(CONFIG), MOST_CONFIG_BYTES);
     match text.ok().and_then(|text| serde_json::from_str::<serde_json::Value>(&text).ok()) {
         Some(config) => {
             config.get("model").is_some_and(serde_json::Value::is_string) && config.get("tokenizer").is_some()
@@ -107,7 +108,7 @@ pub(crate) fn read(directory: &Path) -> Result<ModelDir> {
             "train a model, or choose another directory",
         )
     };
-    let text = std::fs::read_to_string(directory.join(CONFIG)).map_err(|error| bad(CONFIG, error.to_string()))?;
+    let text = read_text(directory.join(CONFIG), MOST_CONFIG_BYTES).map_err(|error| bad(CONFIG, error.to_string()))?;
     let info: ModelInfo = serde_json::from_str(&text).map_err(|error| bad(CONFIG, error.to_string()))?;
     let tokenizer = match (&info.model, info.tokenizer.as_str()) {
         (_, "bytes") => Tokenizer::bytes(),

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 
 use shardwise::error::ErrorKind;
+use shardwise::read_file::{MOST_CONFIG_BYTES, open_file, read_text};
 use shardwise::{Error, Result};
 
 use super::checkpoints::cannot_write;
@@ -36,7 +37,7 @@ impl OutputLock {
 /// Refuses a directory that another run has locked. Writes nothing.
 pub(super) fn check_unused(out: &Path) -> Result<()> {
     // Without a lock file, or where it cannot be opened, there is no run that could be disturbed, or `take` says why.
-    File::open(out.join(LOCK_FILE)).map_or(Ok(()), |mut file| lock(&mut file, out).map(drop))
+    open_file(out.join(LOCK_FILE)).map_or(Ok(()), |mut file| lock(&mut file, out).map(drop))
 }
 
 /// Locks a file; whether the file system has locks. Some of clusters have none, and runs there go on without.
@@ -50,7 +51,7 @@ fn lock(file: &mut File, out: &Path) -> Result<bool> {
 
 /// This process, as another run names it.
 fn holder() -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = read_text("/proc/sys/kernel/hostname", MOST_CONFIG_BYTES).unwrap_or_default();
     match host.trim() {
         "" => format!("process {}", std::process::id()),
         host => format!("process {} on {host}", std::process::id()),

@@ -11,12 +11,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, openat, statat};
+use rustix::fs::{AtFlags, Dir, FileType, statat};
 use rustix::io::Errno;
 
 use super::stored::{NOT_A_CHECKPOINT, check_file_name};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fnv::Fnv;
+use crate::read_file::{open_directory, open_file_at};
 
 /// Read access to the files of one checkpoint; what a [`CheckpointFormat`](super::CheckpointFormat) reads from.
 ///
@@ -69,7 +70,7 @@ impl Files {
             path: path.to_path_buf(),
             directory: directory.to_path_buf(),
             single: path.is_file().then(name).flatten(),
-            handle: File::open(directory)?,
+            handle: open_directory(directory)?,
             open: Mutex::default(),
             checks: Mutex::default(),
             read: AtomicU64::new(0),
@@ -80,7 +81,7 @@ impl Files {
 
     /// Opens a file relative to the directory handle, whatever is at the path by now.
     fn open_within(&self, name: &str) -> io::Result<File> {
-        Ok(File::from(openat(&self.handle, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?))
+        open_file_at(&self.handle, Path::new(name))
     }
 
     /// Size of a file relative to the directory handle; `None` for anything but a regular file.

@@ -19,6 +19,7 @@ use super::value::{Key, Value};
 use super::write::{boxes_by_file, finish_checkpoint, write_file};
 use crate::comm::{World, agree, all_ok, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
+use crate::read_file::read_text;
 
 /// Saves `state` as a checkpoint directory.
 ///
@@ -293,6 +294,9 @@ struct ReportWait<'a> {
     wait: &'a AtomicU8,
 }
 
+/// Largest report of a rank: some hundred bytes for each box of a model.
+const MOST_REPORT_BYTES: u64 = 1 << 30;
+
 impl<'a> ReportWait<'a> {
     fn new(deadline: Duration, wait: &'a AtomicU8) -> Self {
         ReportWait { start: Instant::now(), left: None, deadline, wait }
@@ -317,7 +321,7 @@ impl<'a> ReportWait<'a> {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        let text = fs::read_to_string(path)?;
+        let text = read_text(path, MOST_REPORT_BYTES)?;
         fs::remove_file(path).map_err(|error| unwritable(path, &error))?;
         match text.strip_prefix('!') {
             Some(report) => Err(Error::from_report(rank, report)),

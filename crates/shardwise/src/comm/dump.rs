@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::trace::{CommRecord, Trace};
 use crate::error::{Error, ErrorKind, Result};
+use crate::read_file::read_bytes;
 
 /// The environment variable that names the directory of dumps.
 pub const DUMP_DIR_VARIABLE: &str = "SHARDWISE_DUMP_DIR";
@@ -67,6 +68,9 @@ pub struct DumpedMessage {
 
 /// How many of the last calls a dump has: some layers of a model.
 const RECENT: usize = 64;
+
+/// Largest dump: each call and each message has some hundred bytes.
+const MOST_DUMP_BYTES: u64 = 256 << 20;
 
 impl RankDump {
     /// Describes a rank by its trace. For engines.
@@ -132,7 +136,7 @@ impl RankDump {
         for entry in std::fs::read_dir(directory)? {
             let path = entry?.path();
             if is_dump(&path) {
-                let read: std::result::Result<RankDump, _> = serde_json::from_slice(&std::fs::read(&path)?);
+                let read: std::result::Result<RankDump, _> = serde_json::from_slice(&read_bytes(&path, MOST_DUMP_BYTES)?);
                 dumps.push(read.map_err(|error| {
                     let found = format!("{}: {error}", path.display());
                     ErrorKind::path(&path).error::<Error>("dump", found, "the dump of a rank", "delete the file")

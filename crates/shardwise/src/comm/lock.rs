@@ -8,6 +8,7 @@ use std::str::FromStr;
 use super::trace::{CommRecord, record_on_rank};
 use crate::error::{Error, ErrorKind, Result};
 use crate::rank_context::Phase;
+use crate::read_file::{MOST_CONFIG_BYTES, read_text};
 
 /// The environment variable that makes [`CommLock::check_file`] write the file instead of comparing with it.
 pub const UPDATE_LOCK: &str = "SHARDWISE_UPDATE_LOCK";
@@ -130,7 +131,7 @@ impl CommLock {
         if std::env::var_os(UPDATE_LOCK).is_some_and(|value| value != "0") {
             return self.write_file(path);
         }
-        let text = std::fs::read_to_string(path).map_err(|error| {
+        let text = read_text(path, MOST_CONFIG_BYTES).map_err(|error| {
             let needed = "a file with the expected communication";
             let fix = "run once with SHARDWISE_UPDATE_LOCK=1 to write it, and read it before you commit it";
             ErrorKind::path(path).error::<Error>(

@@ -1,12 +1,12 @@
 //! Conversations and completions as tokens with labels, from JSON lines.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use serde::Deserialize;
 
 use crate::error::{Error, ErrorKind, Result, listed};
+use crate::read_file::open_file;
 use crate::text::{ChatOptions, Message, Tokenizer};
 
 /// The label of a token that is not to be predicted; PyTorch's and transformers' `ignore_index`.
@@ -122,6 +122,9 @@ fn fields_of(line: &str) -> String {
     }
 }
 
+/// Largest line: a document of a few million tokens. A file without line ends would become memory as a whole.
+const MOST_LINE_BYTES: u64 = 64 << 20;
+
 /// Reads a file of JSON lines: conversations `{"messages": [...]}`, optionally with `tools`, completions
 /// `{"prompt": ..., "completion": ...}`, and plain texts `{"text": ...}`, of which all tokens count in the loss. Local.
 ///
@@ -139,10 +142,17 @@ pub fn read_documents(path: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<V
         let needed = "an object with `messages`, with `prompt` and `completion`, or with `text`";
         ErrorKind::Data.error("data", found, needed, "correct the line")
     };
-    let file = File::open(path).map_err(|error| unreadable(&error))?;
+    let mut file = BufReader::new(open_file(path).map_err(|error| unreadable(&error))?);
     let mut documents = Vec::new();
-    for (i, line) in BufReader::new(file).lines().enumerate() {
-        let line = line.map_err(|error| unreadable(&error))?;
+    for i in 0.. {
+        let mut line = String::new();
+        let read = (&mut file).take(MOST_LINE_BYTES + 1).read_line(&mut line).map_err(|error| unreadable(&error))?;
+        if read as u64 > MOST_LINE_BYTES {
+            return Err(bad(i + 1, &format!("more than {MOST_LINE_BYTES} bytes in one line")));
+        }
+        if read == 0 {
+            break;
+        }
         if line.trim().is_empty() {
             continue;
         }

@@ -17,6 +17,7 @@ use crate::layout::{TensorBox, TensorMeta};
 use crate::nn::{Lora, lora_adapters};
 use crate::param::Param;
 use crate::placement::Placement;
+use crate::read_file::{MOST_CONFIG_BYTES, read_text};
 use crate::tensor::{DTensor, no_grad};
 
 /// Name of the settings file.
@@ -379,7 +380,7 @@ impl AdapterSettings {
             ErrorKind::path(path).error::<Error>("adapter", found, needed, fix)
         };
         let text =
-            fs::read_to_string(path).map_err(|e| bad(format!("{e}: {}", path.display()), "an adapter_config.json"))?;
+            read_text(path, MOST_CONFIG_BYTES).map_err(|e| bad(format!("{e}: {}", path.display()), "an adapter_config.json"))?;
         let json: Value = serde_json::from_str(&text).map_err(|e| bad(format!("{e} in {}", path.display()), "JSON"))?;
         let fields = json.as_object().ok_or_else(|| bad("no JSON object".into(), "settings of PEFT"))?;
         let is_off = |value: &Value| match value {

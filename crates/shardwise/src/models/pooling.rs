@@ -1,7 +1,6 @@
 //! The pooling that a model was trained with.
 
 use std::fmt;
-use std::fs;
 use std::path::Path;
 
 use serde_json::Value;
@@ -10,6 +9,7 @@ use super::encoder::Pooling;
 use super::source::gguf_file;
 use crate::checkpoint::gguf::{FilePooling, open_as_hf};
 use crate::error::{Error, ErrorKind, Result};
+use crate::read_file::{MOST_CONFIG_BYTES, read_text};
 
 /// Where sentence-transformers keeps the settings of its pooling.
 const SETTINGS: &str = "1_Pooling/config.json";
@@ -42,7 +42,7 @@ pub fn load_pooling(path: impl AsRef<Path>) -> Result<Option<Pooling>> {
         let found = format!("{error} in {}", file.display());
         ErrorKind::path(&file).error::<Error>("pooling", found, "a JSON object", "download the file again")
     };
-    let text = fs::read_to_string(&file).map_err(|error| unreadable(&error))?;
+    let text = read_text(&file, MOST_CONFIG_BYTES).map_err(|error| unreadable(&error))?;
     let settings: Value = serde_json::from_str(&text).map_err(|error| unreadable(&error))?;
     of_settings(&settings).map_err(|mode| {
         let found = format!("{mode} in {}", file.display());

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -24,6 +23,7 @@ use crate::comm::DeviceMesh;
 use crate::error::{Error, ErrorKind, Result};
 use crate::nn::{Builder, Forward, Module, ModuleItem};
 use crate::param::Param;
+use crate::read_file::{MOST_CONFIG_BYTES, read_text};
 use crate::tensor::DTensor;
 use crate::text::Tokenizer;
 
@@ -79,7 +79,7 @@ impl PretrainedConfig {
             let needed = "a model directory with a config.json";
             ErrorKind::path(&path).error::<Error>("model", found, needed, "check the path, or download the file again")
         };
-        let text = fs::read_to_string(&path).map_err(|error| unreadable(format!("{error}: {}", path.display())))?;
+        let text = read_text(&path, MOST_CONFIG_BYTES).map_err(|error| unreadable(format!("{error}: {}", path.display())))?;
         let json = serde_json::from_str(&text).map_err(|error| unreadable(format!("{error} in {}", path.display())))?;
         Self::from_json_ignoring(&json, ignored)
     }

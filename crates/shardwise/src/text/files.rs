@@ -1,18 +1,14 @@
 //! The files of a model directory that concern text.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 use serde_json::Value;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::read_file::{MOST_CONFIG_BYTES, read_bytes};
 
 /// Largest `tokenizer.json`: four times the largest one in use, of a vocabulary of 262,144 tokens.
 const MOST_TOKENIZER_BYTES: u64 = 128 << 20;
-
-/// Largest configuration or template; templates with tools have about 20 KiB, configurations that list added tokens 200 KiB.
-const MOST_CONFIG_BYTES: u64 = 16 << 20;
 
 /// The files of a model directory that concern text, unparsed or as JSON.
 ///
@@ -94,18 +90,14 @@ pub(super) fn read_bounded(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
         let found = format!("{}: {error}", path.display());
         ErrorKind::path(path).error("file", found, "a readable file", "check the path and its permissions")
     };
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(unreadable(&error)),
-    };
-    let mut bytes = Vec::new();
-    // Not the size that the file system states: a device or a growing file has none.
-    file.take(most + 1).read_to_end(&mut bytes).map_err(|error| unreadable(&error))?;
-    if bytes.len() as u64 > most {
-        return Err(damaged(path, "more bytes than that", &format!("at most {most} bytes")));
+    match read_bytes(path, most) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == std::io::ErrorKind::FileTooLarge => {
+            Err(damaged(path, &error.to_string(), &format!("at most {most} bytes")))
+        }
+        Err(error) => Err(unreadable(&error)),
     }
-    Ok(Some(bytes))
 }
 
 /// The error of a file that is not what its name says.
