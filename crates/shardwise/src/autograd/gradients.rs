@@ -160,7 +160,11 @@ impl Gradients {
                 false => Ok(bucket::to_layouts(&wanted, site)?.iter().map(DTensor::detach).collect()),
             })
         })?;
-        let rounded = |((number, (node, _)), gradient)| Ok((number, (Arc::clone(&node), rounded(gradient, &node)?)));
+        // What was complete has been rounded when it was. A sum of such gradients, of several micro-batches, stays as it is.
+        let rounded = |((number, (node, before)), gradient): ((u64, (Arc<TapeNode>, DTensor)), DTensor)| {
+            let gradient = if is_partial(&before) { rounded(gradient, &node)? } else { gradient };
+            Ok((number, (node, gradient)))
+        };
         Ok(Gradients { leaves: self.leaves.into_iter().zip(moved).map(rounded).collect::<Result<_>>()? })
     }
 }
@@ -169,11 +173,14 @@ impl Gradients {
 pub(super) fn rounded(gradient: DTensor, leaf: &TapeNode) -> Result<DTensor> {
     let narrower = |dtype: &candle_core::DType| dtype.size_in_bytes() < gradient.dtype().size_in_bytes();
     match leaf.gradient_types.reduced.filter(narrower) {
-        Some(dtype) if !gradient.placements().iter().any(Placement::is_partial) => {
-            gradient.to_dtype(dtype)?.to_dtype(gradient.dtype())
-        }
+        Some(dtype) if !is_partial(&gradient) => gradient.to_dtype(dtype)?.to_dtype(gradient.dtype()),
         _ => Ok(gradient),
     }
+}
+
+/// Whether ranks hold terms of the gradient.
+fn is_partial(gradient: &DTensor) -> bool {
+    gradient.placements().iter().any(Placement::is_partial)
 }
 
 /// Converts a contribution to the gradient of a leaf to the type in which the leaf adds them up.

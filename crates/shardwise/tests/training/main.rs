@@ -1,6 +1,7 @@
 //! Modules, plans, optimizers, fully sharded training and the trainer.
 
 mod auto_plan;
+mod clipping_layouts;
 mod data;
 mod fsdp;
 mod layers;
@@ -15,6 +16,7 @@ mod parallel_styles;
 mod plan;
 mod plan_layers;
 mod plan_overrides;
+mod reduce_types;
 mod torch_modules;
 mod trainer;
 mod training;

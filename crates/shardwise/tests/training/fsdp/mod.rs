@@ -7,7 +7,7 @@ mod gathering;
 mod hooks;
 mod init;
 mod mixed_precision;
-mod net;
+pub(crate) mod net;
 mod parity;
 mod scaler;
 mod states;
