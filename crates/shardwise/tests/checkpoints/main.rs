@@ -14,5 +14,6 @@ mod checkpoint_pytorch_entries;
 mod checkpoint_ranks;
 mod checkpoint_training_state;
 mod full_disk;
+mod readers_and_writers;
 mod state_dict;
 mod state_exchange;
