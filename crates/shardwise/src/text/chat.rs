@@ -3,19 +3,15 @@
 use std::fmt;
 use std::sync::Arc;
 
-use minijinja::value::ValueKind;
-use minijinja::{Environment, Value, context};
 use serde::{Deserialize, Deserializer};
 
 use super::files::TextFiles;
-use super::json::tojson;
+use super::jinja::{Problem, Template, TemplateValue};
 use super::special::SpecialTokens;
-use super::strftime::strftime_now;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Instructions that rendering may execute: a thousand times those of a conversation of a hundred messages. It bounds the
-/// time of a template that was written to run forever.
-const MOST_INSTRUCTIONS: u64 = 20_000_000;
+/// Characters of a template's complaint that an error repeats.
+const MOST_SHOWN: usize = 2000;
 
 /// Names under which messages have their reasoning; templates read the first or the second.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
@@ -32,13 +28,18 @@ const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 #[derive(Clone)]
 pub struct Message {
     role: Arc<str>,
-    fields: Value,
+    fields: TemplateValue,
 }
 
 impl Message {
     /// A message with a text.
     pub fn new(role: &str, content: &str) -> Self {
-        Message { role: role.into(), fields: Value::from_pairs([("role", role), ("content", content)]) }
+        let entries = vec![
+            (TemplateValue::text("role"), TemplateValue::text(role)),
+            (TemplateValue::text("content"), TemplateValue::text(content)),
+        ];
+        // Two texts are never too deep.
+        Message { role: role.into(), fields: TemplateValue::map(entries).unwrap_or_default() }
     }
 
     /// Who says it: `system`, `user`, `assistant` or `tool`.
@@ -48,26 +49,23 @@ impl Message {
 
     /// The text, if the content is one.
     pub fn content(&self) -> Option<String> {
-        self.fields.get_attr("content").ok()?.as_str().map(str::to_string)
+        self.fields.field("content")?.as_str().map(str::to_string)
     }
 
     /// The fields as templates see them: with the reasoning under both names that they read.
-    fn for_template(&self) -> Value {
-        let reasoning = REASONING
-            .iter()
-            .find_map(|name| self.fields.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none()));
-        let Some(reasoning) = reasoning else { return self.fields.clone() };
-        let names = self.fields.try_iter().into_iter().flatten();
-        let own = names.filter_map(|name| Some((name.clone(), self.fields.get_item(&name).ok()?)));
-        let mut fields: Vec<(Value, Value)> = own.collect();
+    fn for_template(&self) -> TemplateValue {
+        let reasoning = REASONING.iter().find_map(|name| self.fields.field(name).filter(|value| !value.is_none()));
+        let (Some(reasoning), TemplateValue::Map(map)) = (reasoning, &self.fields) else { return self.fields.clone() };
+        let mut fields = map.entries.clone();
         let mut set = |name: &str, replace: bool| match fields.iter().position(|(own, _)| own.as_str() == Some(name)) {
             Some(at) if replace => fields[at].1 = reasoning.clone(),
             Some(_) => {}
-            None => fields.push((Value::from(name), reasoning.clone())),
+            None => fields.push((TemplateValue::text(name), reasoning.clone())),
         };
         set("thinking", false);
         set("reasoning_content", true);
-        Value::from_pairs(fields)
+        // Not deeper than the fields of the message.
+        TemplateValue::map(fields).unwrap_or_default()
     }
 }
 
@@ -79,8 +77,8 @@ impl fmt::Debug for Message {
 
 impl<'de> Deserialize<'de> for Message {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let fields = Value::deserialize(deserializer)?;
-        let role = fields.get_attr("role").ok().and_then(|role| role.to_str());
+        let fields = TemplateValue::deserialize(deserializer)?;
+        let role = fields.field("role").and_then(TemplateValue::as_str).map(Arc::from);
         let problem = "a message is an object with a text as its `role`";
         Ok(Message { role: role.ok_or_else(|| serde::de::Error::custom(problem))?, fields })
     }
@@ -100,7 +98,9 @@ pub struct ChatOptions {
 /// A chat template: Jinja, in the environment that transformers gives it.
 ///
 /// Blocks are trimmed, `raise_exception`, `strftime_now` (in UTC), `namespace`, `tojson`, loop controls and the methods of
-/// Python's texts, lists and dictionaries exist. It reads no files, and what it may execute is bounded.
+/// Python's texts, lists and dictionaries exist. It reads no files. Whatever its source is, compiling and rendering end: the
+/// size and the nesting of the source are bounded (256 KiB, 100 levels), and so are the steps and the bytes of all texts and lists that a rendering
+/// builds, each by a constant (2 million, 8 MiB) plus 64 for every byte of what is rendered.
 ///
 /// ```
 /// use shardwise::text::{ChatOptions, ChatTemplate, Message, SpecialTokens};
@@ -114,7 +114,8 @@ pub struct ChatOptions {
 #[derive(Clone)]
 #[doc(alias = "apply_chat_template")]
 pub struct ChatTemplate {
-    environment: Arc<Environment<'static>>,
+    /// The template, and the one of conversations with tools.
+    templates: Arc<(Template, Option<Template>)>,
 }
 
 /// Name of the template that conversations without tools use.
@@ -128,7 +129,7 @@ impl ChatTemplate {
     /// # Errors
     /// [`ErrorKind::Model`] if it is not valid Jinja, with the line.
     pub fn new(source: &str) -> Result<Self> {
-        Self::compile([(DEFAULT, source)])
+        Self::compile(source, None)
     }
 
     /// Compiles the template of a model's files, if there is one: `chat_template.jinja`, or the template or list of named
@@ -153,42 +154,17 @@ impl ChatTemplate {
                 };
                 let named: Option<Vec<(String, String)>> = list.iter().map(named).collect();
                 let named = named.ok_or_else(|| bad("a list with something else"))?;
-                if !named.iter().any(|(name, _)| name == DEFAULT) {
-                    return Err(bad("a list without a template called `default`"));
-                }
-                Self::compile(named.iter().map(|(name, source)| (name.as_str(), source.as_str()))).map(Some)
+                let called = |wanted| named.iter().find(|(name, _)| name == wanted).map(|(_, source)| source.as_str());
+                let default = called(DEFAULT).ok_or_else(|| bad("a list without a template called `default`"))?;
+                Self::compile(default, called(TOOL_USE)).map(Some)
             }
             Some(_) => Err(bad("another type")),
         }
     }
 
-    fn compile<'a>(named: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self> {
-        let mut environment = Environment::new();
-        environment.set_syntax(
-            minijinja::syntax::SyntaxConfig::builder()
-                .trim_blocks(true)
-                .lstrip_blocks(true)
-                .build()
-                .map_err(|error| invalid(&error))?,
-        );
-        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-        environment.set_fuel(Some(MOST_INSTRUCTIONS));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_filter("tojson", tojson);
-        // In Python texts and dictionaries are sequences too: whatever has a length and items.
-        environment.add_test("sequence", |value: &Value| {
-            matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map)
-        });
-        environment.add_function("strftime_now", |format: &str| strftime_now(format));
-        environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
-            Err(minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, message))
-        });
-        for (name, source) in named {
-            environment
-                .add_template_owned(name.to_string(), without_generation_tags(source))
-                .map_err(|error| invalid(&error))?;
-        }
-        Ok(ChatTemplate { environment: Arc::new(environment) })
+    fn compile(source: &str, with_tools: Option<&str>) -> Result<Self> {
+        let parsed = |source| Template::parse(source).map_err(|problem| invalid(&problem));
+        Ok(ChatTemplate { templates: Arc::new((parsed(source)?, with_tools.map(parsed).transpose()?)) })
     }
 
     /// Renders a conversation. Local.
@@ -196,36 +172,37 @@ impl ChatTemplate {
     /// # Errors
     /// [`ErrorKind::Data`] if the template refuses the messages or fails on them, with its reason.
     pub fn render(&self, messages: &[Message], options: &ChatOptions, special: &SpecialTokens) -> Result<String> {
-        let refused = |error: minijinja::Error| -> Error {
-            let found = match error.line() {
-                Some(line) => format!("{} in line {line} of the template", describe(&error)),
-                None => describe(&error),
-            };
-            let needed = "messages that the model's template accepts";
-            ErrorKind::Data.error("conversation", found, needed, "change the roles or contents of the messages")
+        let bad_tools = |found: &dyn fmt::Display| -> Error {
+            ErrorKind::Data.error("tools", found, "a JSON list", "correct the list of tools")
         };
         let tools = match &options.tools {
-            None => Value::from(()),
-            Some(text) => serde_json::from_str(text).map_err(|error| {
-                ErrorKind::Data.error::<Error>("tools", error, "a JSON list", "correct the list of tools")
-            })?,
+            None => TemplateValue::None,
+            Some(text) => serde_json::from_str(text).map_err(|error| bad_tools(&error))?,
         };
-        let with_tools = !tools.is_none() && self.environment.get_template(TOOL_USE).is_ok();
-        let template = self.environment.get_template(if with_tools { TOOL_USE } else { DEFAULT }).map_err(refused)?;
-        let messages: Vec<Value> = messages.iter().map(Message::for_template).collect();
-        let given = context! {
-            messages,
-            tools,
-            documents => Value::from(()),
-            add_generation_prompt => options.add_generation_prompt,
+        let messages = messages.iter().map(Message::for_template).collect();
+        let template = match &self.templates.1 {
+            Some(template) if !tools.is_none() => template,
+            _ => &self.templates.0,
         };
-        let texts = special.texts.iter().map(|(name, text)| (name.as_str(), Value::from(text.as_str())));
-        let more = options
-            .variables
-            .iter()
-            .map(|(name, value)| (name.as_str(), Value::deserialize(value).unwrap_or_default()));
-        let more = Value::from_pairs(texts.chain(more));
-        template.render(context! { ..given, ..more }).map_err(refused)
+        let rendered = TemplateValue::list(messages).and_then(|messages| {
+            let mut variables: Vec<(Arc<str>, TemplateValue)> = vec![
+                ("messages".into(), messages),
+                ("tools".into(), tools),
+                ("documents".into(), TemplateValue::None),
+                ("add_generation_prompt".into(), options.add_generation_prompt.into()),
+            ];
+            variables
+                .extend(special.texts.iter().map(|(name, text)| (name.as_str().into(), TemplateValue::text(text))));
+            for (name, value) in &options.variables {
+                variables.push((name.as_str().into(), TemplateValue::of_json(value)?));
+            }
+            template.render(variables)
+        });
+        rendered.map_err(|problem| {
+            let needed = "messages that the model's template accepts";
+            let fix = "change the roles or contents of the messages";
+            ErrorKind::Data.error("conversation", describe(&problem, "of the template"), needed, fix)
+        })
     }
 }
 
@@ -236,35 +213,16 @@ impl fmt::Debug for ChatTemplate {
 }
 
 /// The error of a template that does not compile.
-fn invalid(error: &minijinja::Error) -> Error {
-    let line = error.line().map(|line| format!(" in line {line}")).unwrap_or_default();
-    let found = format!("{}{line}", describe(error));
-    ErrorKind::Model.error("chat template", found, "a valid Jinja template", "correct the template of the model")
+fn invalid(problem: &Problem) -> Error {
+    let (needed, fix) = ("a valid Jinja template", "correct the template of the model");
+    ErrorKind::Model.error("chat template", describe(problem, ""), needed, fix)
 }
 
-/// The text of an error, without the name of the template.
-fn describe(error: &minijinja::Error) -> String {
-    error.detail().map_or_else(|| error.kind().to_string(), str::to_string)
-}
-
-/// The source with the tags `generation` and `endgeneration`, which mark answers in the templates of some models and render
-/// what is between them, as a condition that always holds.
-fn without_generation_tags(source: &str) -> String {
-    let mut result = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(start);
-        let Some(length) = tag.find("%}") else { break };
-        let inner = &tag[2..length];
-        let (left, inner) = inner.split_at(inner.len() - inner.trim_start_matches(['-', '+']).len());
-        let (inner, right) = inner.split_at(inner.trim_end_matches(['-', '+']).len());
-        result.push_str(before);
-        match inner.trim() {
-            "generation" => result += &format!("{{%{left} if true {right}%}}"),
-            "endgeneration" => result += &format!("{{%{left} endif {right}%}}"),
-            _ => result.push_str(&tag[..length + 2]),
-        }
-        rest = &tag[length + 2..];
+/// The text of a problem, with its line.
+fn describe(problem: &Problem, of: &str) -> String {
+    let text: String = problem.text.chars().take(MOST_SHOWN).collect();
+    match problem.line {
+        0 => text,
+        line => format!("{text} in line {line} {of}").trim_end().to_string(),
     }
-    result + rest
 }

@@ -1,7 +1,7 @@
 //! Text and tokens: tokenizers and chat templates of model directories.
 //!
 //! Local: nothing here communicates. Files are data of somebody else: their sizes are bounded, nothing in them is executed but
-//! chat templates, whose number of steps is bounded too, and what is wrong with them is an error that names the file.
+//! chat templates, whose steps, memory and nesting are bounded too, and what is wrong with them is an error that names the file.
 //!
 //! ```
 //! use shardwise::text::Tokenizer;
@@ -24,7 +24,7 @@
 mod chat;
 mod files;
 mod growth;
-mod json;
+mod jinja;
 mod special;
 mod strftime;
 mod stream;

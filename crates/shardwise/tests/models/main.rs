@@ -2,9 +2,11 @@
 
 mod adapters;
 mod conversations;
+mod file_readers;
 mod generate;
 mod gguf_encoders;
 mod gguf_models;
+mod hostile_templates;
 mod hugging_face;
 mod model_memory;
 mod models;

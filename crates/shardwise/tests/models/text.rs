@@ -55,10 +55,11 @@ fn bad_templates_are_errors_and_end() {
         |source: &str| ChatTemplate::new(source)?.render(&[], &ChatOptions::default(), &SpecialTokens::default());
     let error = ChatTemplate::new("{% for m in messages %}").unwrap_err();
     assert!(error.kind() == Some(&ErrorKind::Model) && error.to_string().contains("chat template"), "{error}");
+    let error = ChatTemplate::new("{% include 'tokenizer.json' %}").unwrap_err();
+    assert!(error.to_string().contains("a chat template is alone"), "{error}");
     for source in [
         "{% for a in range(90000) %}{% for b in range(90000) %}{{ b }}{% endfor %}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% include 'tokenizer.json' %}",
         "{{ undefined_name.field }}",
     ] {
         let error = render(source).unwrap_err();
