@@ -6,6 +6,7 @@ mod fine_tuning;
 mod generate;
 mod gguf;
 mod help;
+mod hostile_files;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod plan;

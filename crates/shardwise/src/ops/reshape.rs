@@ -290,7 +290,10 @@ impl DimGroup {
         sharding.add(preserved.clone());
         let to = sharding.layout(from, new).ok()?;
         let held = |layout: &Layout, dims: &[usize], c: &[usize]| flat_runs(layout, dims, c);
-        let same = |c: Vec<usize>| held(from, &self.inputs, &c) == held(&to, &self.outputs, &c);
+        let same = |c: Vec<usize>| {
+            let now = held(from, &self.inputs, &c);
+            now.is_some() && now == held(&to, &self.outputs, &c)
+        };
         coordinates(from.mesh(), &axes).all(same).then_some(preserved)
     }
 
@@ -476,19 +479,31 @@ fn evenly_sharded_factors(
     Some(sharded)
 }
 
-/// The flat indices within some consecutive dimensions that a coordinate holds, as ranges.
-fn flat_runs(layout: &Layout, dims: &[usize], coordinate: &[usize]) -> Runs {
-    let mut starts = vec![0];
-    let mut flat = Runs::default();
-    for (i, &dim) in dims.iter().enumerate() {
-        let (n, held) = (layout.shape()[dim], layout.owned(dim, coordinate));
-        if i + 1 == dims.len() {
-            starts.iter().for_each(|s| held.iter().for_each(|run| flat.push(s * n + run.start..s * n + run.end)));
+/// Ranges that are compared before a reshape is taken for one that moves data. A layout can need as many as its dimensions have
+/// indices, and a plan is made for sizes that a file merely claims.
+const MOST_RUNS: usize = 1 << 22;
+
+/// The flat indices within some consecutive dimensions that a coordinate holds, as ranges; `None` if there are too many.
+fn flat_runs(layout: &Layout, dims: &[usize], coordinate: &[usize]) -> Option<Runs> {
+    // From the innermost dimension on: what is held whole continues the ranges of the dimension before it, however long that is.
+    let (mut inner, mut flat) = (1, Runs::all(1));
+    for &dim in dims.iter().rev() {
+        let held = layout.owned(dim, coordinate);
+        let mut runs = Runs::default();
+        if flat.len() == inner {
+            held.iter().for_each(|run| runs.push(run.start * inner..run.end * inner));
         } else {
-            starts = starts.iter().flat_map(|s| held.iter().flatten().map(move |index| s * n + index)).collect();
+            let count = held.len().checked_mul(flat.iter().count())?;
+            if count > MOST_RUNS {
+                return None;
+            }
+            for at in held.iter().flatten() {
+                flat.iter().for_each(|run| runs.push(at * inner + run.start..at * inner + run.end));
+            }
         }
+        (inner, flat) = (inner * layout.shape()[dim], runs);
     }
-    flat
+    Some(flat)
 }
 
 pub(super) const OPS: &[OpEntry] = &[
