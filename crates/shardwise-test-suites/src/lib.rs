@@ -10,6 +10,7 @@
 //! own call form. [`counting`] counts the collectives of a rank.
 
 pub mod collectives;
+pub mod counted_memory;
 pub mod counting;
 pub mod disagreements;
 pub mod errors;

@@ -1,5 +1,7 @@
 //! [`BoxExchange`]: one all-to-all in which every rank receives the boxes that it lacks.
 
+use std::collections::HashMap;
+
 use candle_core::{DType, Tensor};
 
 use super::boxes::{BoxTransfer, SourceBoxes};
@@ -14,9 +16,11 @@ pub(crate) struct BoxExchange {
     group: Group,
     call: Call,
     dtype: DType,
-    /// What this rank sends to each rank of the group.
+    /// What this rank sends to each other rank of the group. What it keeps is copied to its new place directly.
     outgoing: Vec<Vec<BoxTransfer>>,
-    /// What this rank receives from each rank of the group.
+    /// For every rank the first one that is sent the same blocks: they are packed once for all of them.
+    packed_for: Vec<usize>,
+    /// What this rank receives from each rank of the group, or keeps.
     incoming: Vec<Vec<BoxTransfer>>,
 }
 
@@ -31,26 +35,30 @@ impl BoxExchange {
         let (ranks, me) = (group.ranks(), group.global_rank());
         let sources = SourceBoxes::new(ranks.iter().flat_map(|&rank| before(rank)));
         let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("owners are in the group");
-        let outgoing: Vec<Vec<BoxTransfer>> = ranks
-            .iter()
-            .map(|&rank| {
-                after(rank).iter().flat_map(|target| sources.sent_by(me, target).collect::<Vec<_>>()).collect()
-            })
-            .collect();
+        let sent = |rank: usize| -> Vec<BoxTransfer> {
+            after(rank).iter().flat_map(|target| sources.sent_by(me, target).collect::<Vec<_>>()).collect()
+        };
+        let outgoing = ranks.iter().map(|&rank| if rank == me { Vec::new() } else { sent(rank) });
+        let outgoing: Vec<Vec<BoxTransfer>> = outgoing.collect();
+        let mut first: HashMap<Vec<(&[usize], &[usize])>, usize> = HashMap::new();
+        let packed_for = outgoing.iter().enumerate().map(|(to, transfers)| {
+            let blocks = transfers.iter().map(|t| (t.source.as_slice(), t.sizes.as_slice())).collect();
+            *first.entry(blocks).or_insert(to)
+        });
+        let packed_for = packed_for.collect();
         let mut incoming: Vec<Vec<BoxTransfer>> = vec![Vec::new(); ranks.len()];
         for target in after(me) {
             for transfer in sources.filling(&target) {
                 incoming[position(transfer.from)].push(transfer);
             }
         }
-        let expected = incoming.iter().map(|transfers| TensorMeta { shape: packed_shape(transfers), dtype }).collect();
-        BoxExchange { call: Call::AllToAll { expected }, group, dtype, outgoing, incoming }
+        let call = call_for(&group, &incoming, dtype);
+        BoxExchange { call, group, dtype, outgoing, packed_for, incoming }
     }
 
     /// The same exchange of elements of another type.
     pub(crate) fn of_type(&self, dtype: DType) -> Self {
-        let expected = self.incoming.iter().map(|transfers| TensorMeta { shape: packed_shape(transfers), dtype });
-        BoxExchange { call: Call::AllToAll { expected: expected.collect() }, dtype, ..self.clone() }
+        BoxExchange { call: call_for(&self.group, &self.incoming, dtype), dtype, ..self.clone() }
     }
 
     /// Executes the exchange. Returns the blocks that this rank received, with their offsets in its new local tensor; none
@@ -61,13 +69,23 @@ impl BoxExchange {
 
     /// As [`run`](Self::run), with a function that returns the block of given offsets and sizes in place of a tensor.
     pub(crate) fn run_with(&self, source: BlockSource<'_>, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
-        let pieces = self.outgoing.iter().map(|transfers| self.pack(source, transfers)).collect::<Result<Vec<_>>>()?;
+        let mut pieces: Vec<Tensor> = Vec::with_capacity(self.outgoing.len());
+        for (to, transfers) in self.outgoing.iter().enumerate() {
+            let first = self.packed_for[to];
+            pieces.push(if first < to { pieces[first].clone() } else { self.pack(source, transfers)? });
+        }
         let got = self.group.run(&self.call, &pieces, site)?;
         let mut blocks = Vec::new();
         if self.group.is_dry() {
             return Ok(blocks);
         }
-        for (piece, transfers) in got.iter().zip(&self.incoming) {
+        for (from, (piece, transfers)) in got.iter().zip(&self.incoming).enumerate() {
+            if from == self.group.rank() {
+                for kept in transfers {
+                    blocks.push((kept.target.clone(), source(&kept.source, &kept.sizes)?));
+                }
+                continue;
+            }
             let mut start = 0;
             for transfer in transfers {
                 let count = transfer.sizes.iter().product();
@@ -121,6 +139,15 @@ impl BoxExchange {
         let flat = transfers.iter().map(|t| Ok(contiguous(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
         Ok(concat(&flat, 0)?)
     }
+}
+
+/// The call in which every rank of the group sends this rank what it lacks.
+fn call_for(group: &Group, incoming: &[Vec<BoxTransfer>], dtype: DType) -> Call {
+    let lacking = |(from, transfers): (usize, &Vec<BoxTransfer>)| {
+        let shape = if from == group.rank() { vec![0] } else { packed_shape(transfers) };
+        TensorMeta { shape, dtype }
+    };
+    Call::AllToAll { expected: incoming.iter().enumerate().map(lacking).collect() }
 }
 
 /// A function that returns the block of given offsets and sizes.

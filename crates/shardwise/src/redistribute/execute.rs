@@ -15,7 +15,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::module_scope::current_reason;
 use crate::placement::{ReduceOp, is_idempotent};
 use crate::rank_context::rank_context;
-use shardwise_kernels::{concat, contiguous, filled, placeholder};
+use shardwise_kernels::{Assembly, concat, contiguous, filled, placeholder};
 
 /// Redistributes a local tensor from one layout to another on the same mesh. Collective over the mesh; ranks outside of it
 /// return their tensor.
@@ -71,7 +71,13 @@ fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Resu
         return Ok(found);
     }
     let plan = planner::candidates(from, to, dtype.size_in_bytes(), mesh.links())?.swap_remove(0);
-    let steps = plan.steps().iter().map(|step| PreparedStep::new(mesh, step, dtype)).collect::<Result<Vec<_>>>()?;
+    let mut steps: Vec<PreparedStep> = Vec::new();
+    for step in plan.steps() {
+        let step = PreparedStep::new(mesh, step, dtype)?;
+        if !steps.last_mut().is_some_and(|last| last.keeps_only(&step)) {
+            steps.push(step);
+        }
+    }
     let prepared = Rc::new(steps);
     let keep = |PreparedCache(kept): &mut PreparedCache| {
         if kept.len() >= MAX_PREPARED {
@@ -101,6 +107,10 @@ enum PreparedStep {
     },
     MakePartial {
         stages: Vec<OperandStage>,
+        /// Sizes of the operand.
+        whole: Vec<usize>,
+        /// The range (start, length) of each dimension that is kept of it.
+        kept: Vec<(usize, usize)>,
         after: TensorMeta,
     },
 }
@@ -155,9 +165,28 @@ impl PreparedStep {
                 }
             }
             RedistributeStepKind::MakePartial => {
-                PreparedStep::MakePartial { stages: stages(before, after, rank), after: meta }
+                let kept = meta.shape.iter().map(|&size| (0, size)).collect();
+                let whole = meta.shape.clone();
+                PreparedStep::MakePartial { stages: stages(before, after, rank), whole, kept, after: meta }
             }
         })
+    }
+
+    /// Whether this step now includes the next one: an operand of which one range is kept never exists as a whole.
+    fn keeps_only(&mut self, next: &PreparedStep) -> bool {
+        let (PreparedStep::MakePartial { kept, after, .. }, PreparedStep::Narrow { ranges, after: narrowed }) =
+            (self, next)
+        else {
+            return false;
+        };
+        if ranges.iter().any(|ranges| ranges.len() != 1) {
+            return false;
+        }
+        for (kept, range) in kept.iter_mut().zip(ranges) {
+            *kept = (kept.0 + range[0].0, range[0].1);
+        }
+        after.clone_from(narrowed);
+        true
     }
 
     fn run(&self, mesh: &DeviceMesh, local: &Tensor, site: Site) -> Result<Tensor> {
@@ -172,9 +201,7 @@ impl PreparedStep {
                 Ok(group.run(call, std::slice::from_ref(local), site)?.swap_remove(0))
             }
             PreparedStep::ExchangeBoxes { exchange, after } => exchange.assemble(local, after, site),
-            PreparedStep::MakePartial { stages, after } => {
-                stages.iter().try_fold(local.clone(), |value, stage| stage.apply(&value, after))
-            }
+            PreparedStep::MakePartial { stages, whole, kept, after } => operand(local, stages, whole, kept, after),
         }
     }
 }
@@ -184,11 +211,17 @@ fn kept_ranges(before: &Layout, after: &Layout, rank: usize) -> Vec<Vec<(usize, 
     let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh execute no steps");
     let ranges = |dim: usize| {
         let mut start = 0;
-        let mut ranges = Vec::new();
+        let mut ranges: Vec<(usize, usize)> = Vec::new();
         let new = after.owned(dim, &coordinate);
         for old in before.owned(dim, &coordinate).iter() {
-            let inside = new.iter().filter(|run| run.start >= old.start && run.end <= old.end);
-            ranges.extend(inside.map(|run| (start + run.start - old.start, run.len())));
+            for run in new.iter().filter(|run| run.start >= old.start && run.end <= old.end) {
+                let from = start + run.start - old.start;
+                // Runs apart in the full tensor are adjacent in a local one that lacks what is between them.
+                match ranges.last_mut() {
+                    Some((first, len)) if *first + *len == from => *len += run.len(),
+                    _ => ranges.push((from, run.len())),
+                }
+            }
             start += old.len();
         }
         ranges
@@ -199,20 +232,24 @@ fn kept_ranges(before: &Layout, after: &Layout, rank: usize) -> Vec<Vec<(usize, 
 /// Copies some ranges of every dimension. A copy rather than a view: a shard must not keep the whole tensor alive.
 fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     let mut kept = local.clone();
+    // Views come first, so that what is copied is smaller.
     for (dim, ranges) in ranges.iter().enumerate() {
-        kept = match ranges[..] {
-            [] => kept.narrow(dim, 0, 0)?,
-            [(start, len)] => kept.narrow(dim, start, len)?,
-            _ => {
-                let parts = ranges.iter().map(|&(start, len)| Ok(kept.narrow(dim, start, len)?));
-                concat(&parts.collect::<Result<Vec<_>>>()?, dim)?
-            }
-        };
+        match ranges[..] {
+            [] => kept = kept.narrow(dim, 0, 0)?,
+            [(start, len)] => kept = kept.narrow(dim, start, len)?,
+            _ => {}
+        }
+    }
+    let mut is_copy = false;
+    for (dim, ranges) in ranges.iter().enumerate().filter(|(_, ranges)| ranges.len() > 1) {
+        let parts = ranges.iter().map(|&(start, len)| Ok(kept.narrow(dim, start, len)?));
+        (kept, is_copy) = (concat(&parts.collect::<Result<Vec<_>>>()?, dim)?, true);
     }
     if kept.dims() == local.dims() {
         return Ok(local.clone());
     }
-    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(contiguous(&kept)?) }
+    let is_view = !is_copy && kept.elem_count() > 0 && kept.is_contiguous();
+    if is_view { Ok(kept.force_contiguous()?) } else { Ok(contiguous(&kept)?) }
 }
 
 /// How a rank turns its value into its operand, from the first axis to the last. The last axis is reduced first, so the
@@ -245,21 +282,79 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<OperandStage> {
     stages
 }
 
-impl OperandStage {
-    fn apply(&self, value: &Tensor, after: &TensorMeta) -> Result<Tensor> {
-        match self {
-            OperandStage::Neutral(op) => neutral(*op, value.dims(), value.dtype()),
+/// Applies the stages to the value of this rank, and keeps some ranges of the operand of sizes `whole`. What they fill is written
+/// directly into the result: the largest tensor of a redistribution must not exist twice.
+fn operand(
+    value: &Tensor,
+    stages: &[OperandStage],
+    whole: &[usize],
+    kept: &[(usize, usize)],
+    after: &TensorMeta,
+) -> Result<Tensor> {
+    if stages.is_empty() {
+        return narrow(value, &kept.iter().map(|&range| vec![range]).collect::<Vec<_>>());
+    }
+    let result = Assembly::new(after.clone())?;
+    // What is kept of a box of the operand: its ranges in the box, and its offsets in the result.
+    let clip = |offsets: &[usize], sizes: &[usize]| -> (Vec<(usize, usize)>, Vec<usize>) {
+        let dims = offsets.iter().zip(sizes).zip(kept);
+        let clipped = dims.map(|((&offset, &size), &(start, len))| {
+            let (first, end) = (offset.max(start), (offset + size).min(start + len));
+            ((first.min(end).saturating_sub(offset), end.saturating_sub(first)), first - start)
+        });
+        clipped.unzip()
+    };
+    // The box that has been written so far.
+    let (mut offsets, mut sizes) = (vec![0; whole.len()], value.dims().to_vec());
+    let fill = |op: ReduceOp, offsets: &[usize], sizes: &[usize]| -> Result<()> {
+        let (ranges, at) = clip(offsets, sizes);
+        let shape: Vec<usize> = ranges.iter().map(|&(_, len)| len).collect();
+        if !shape.contains(&0) {
+            // SAFETY: one thread; the box is inside the result, of the same type.
+            unsafe { result.paste(&repeated_neutral(op, &shape, after.dtype)?, &at) };
+        }
+        Ok(())
+    };
+    for stage in stages {
+        if let OperandStage::Pad { dim, offset, .. } = stage {
+            offsets[*dim] = *offset;
+        }
+    }
+    if !stages.iter().any(|stage| matches!(stage, OperandStage::Neutral(_))) {
+        let (ranges, at) = clip(&offsets, &sizes);
+        let mut part = value.clone();
+        for (dim, &(start, len)) in ranges.iter().enumerate() {
+            part = part.narrow(dim, start, len)?;
+        }
+        if part.elem_count() > 0 {
+            // SAFETY: one thread; the part is inside the result, of the same type.
+            unsafe { result.paste(&part, &at) };
+        }
+    }
+    for stage in stages {
+        match *stage {
+            OperandStage::Neutral(op) => fill(op, &offsets, &sizes)?,
             OperandStage::Pad { op, dim, offset } => {
-                let around = |size: usize| -> Result<Tensor> {
-                    let mut shape = value.dims().to_vec();
-                    shape[*dim] = size;
-                    neutral(*op, &shape, value.dtype())
-                };
-                let behind = after.shape[*dim] - offset - value.dims()[*dim];
-                Ok(concat(&[around(*offset)?, value.clone(), around(behind)?], *dim)?)
+                let behind = offset + sizes[dim];
+                (offsets[dim], sizes[dim]) = (0, offset);
+                fill(op, &offsets, &sizes)?;
+                (offsets[dim], sizes[dim]) = (behind, whole[dim] - behind);
+                fill(op, &offsets, &sizes)?;
+                (offsets[dim], sizes[dim]) = (0, whole[dim]);
             }
         }
     }
+    // SAFETY: the boxes that have been written tile the operand, and so what is kept of it.
+    Ok(unsafe { result.finish() })
+}
+
+/// Neutral elements of a reduction: one row in memory, repeated.
+fn repeated_neutral(op: ReduceOp, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    let mut row = vec![1; shape.len()];
+    if let (Some(size), Some(last)) = (row.last_mut(), shape.last()) {
+        *size = *last;
+    }
+    Ok(neutral(op, &row, dtype)?.broadcast_as(shape)?)
 }
 
 /// A tensor of neutral elements of a reduction.

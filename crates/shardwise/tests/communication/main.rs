@@ -21,6 +21,7 @@ mod pytorch_names;
 mod pytorch_parity;
 mod random_draws;
 mod redistribution;
+mod redistribution_memory;
 mod redistribution_optimality;
 mod remote_shards;
 mod report;

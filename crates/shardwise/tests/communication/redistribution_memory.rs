@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::prelude::*;
-use shardwise::redistribute::{RedistributePlan, RedistributeStepKind, explain};
+use shardwise::redistribute::{RedistributePlan, RedistributeStep, RedistributeStepKind, explain};
 use shardwise_test_suites::counted_memory::{CountedMemory, count_for, peak_of, without_rank};
 use shardwise_test_suites::own_process::is_alone;
 
@@ -25,8 +25,9 @@ fn bytes(layout: &Layout, rank: usize) -> usize {
 /// The bytes that a plan needs in addition to the source, which the caller holds, and the result: intermediate tensors, and
 /// blocks that are packed to be sent.
 fn arithmetic(plan: &RedistributePlan, rank: usize) -> usize {
-    let (mut peak, mut held) = (0, 0);
-    for step in plan.steps() {
+    // What is sent is freed when the last rank has read it, which may be during a later step.
+    let (mut peak, mut held, mut lent) = (0, 0, 0);
+    for step in written_steps(plan) {
         let (before, after) = (bytes(&step.before, rank), bytes(&step.after, rank));
         let (packed, created) = match step.kind {
             RedistributeStepKind::Relabel => (0, 0),
@@ -36,10 +37,21 @@ fn arithmetic(plan: &RedistributePlan, rank: usize) -> usize {
             RedistributeStepKind::Narrow if runs(&step.before, &step.after, rank) > 1 => (before / 2, after),
             _ => (0, after),
         };
-        peak = peak.max(held + packed + created);
+        peak = peak.max(held + lent + packed + created);
+        if step.cost.us > 0.0 {
+            lent += packed + held;
+        }
         held = if created == 0 { held } else { created };
     }
     peak
+}
+
+/// The steps whose results are written: of an operand that is narrowed only what is kept is.
+fn written_steps(plan: &RedistributePlan) -> impl Iterator<Item = &RedistributeStep> {
+    let steps = plan.steps();
+    let narrows = |at: usize| steps.get(at).is_some_and(|next| matches!(next.kind, RedistributeStepKind::Narrow));
+    let is_written = move |at: usize| !(matches!(steps[at].kind, RedistributeStepKind::MakePartial) && narrows(at + 1));
+    steps.iter().enumerate().filter(move |(at, _)| is_written(*at)).map(|(_, step)| step)
 }
 
 /// The number of dimensions along which a rank keeps more than one range.
@@ -73,12 +85,12 @@ fn measure(world: &World, mesh: &[usize], shape: [usize; 2], kinds: &[&str]) -> 
     }
     let layouts: Vec<(String, Layout)> = names
         .into_iter()
-        .map(|name| Ok((name.clone(), Layout::new(mesh.mesh(), shape, Placement::parse_list(&name)?)?)))
+        .map(|name| Ok((name.clone(), Layout::new(mesh.mesh(), shape.as_slice(), Placement::parse_list(&name)?)?)))
         .collect::<Result<_>>()?;
     let mut all = Vec::new();
     for (from_name, from) in &layouts {
         let local = Tensor::ones(from.local_shape(rank), DTYPE, &Device::Cpu)?;
-        let source = DTensor::from_local_with_shape(&local, &mesh, from.placements().to_vec(), shape)?;
+        let source = DTensor::from_local_with_shape(&local, &mesh, from.placements().to_vec(), shape.as_slice())?;
         for (to_name, to) in &layouts {
             // The first time plans, and finds the groups.
             drop(source.to_layout(to)?);
@@ -95,9 +107,10 @@ fn measure(world: &World, mesh: &[usize], shape: [usize; 2], kinds: &[&str]) -> 
             let plan = explain(&mesh, from, to, DTYPE)?.chosen;
             let (before, after) = (bytes(from, rank), bytes(to, rank));
             let bound = arithmetic(&plan, rank);
-            let limit = before + after + before.max(after);
+            // Apart from what is packed, no step holds more than one of both ends.
+            let most = written_steps(&plan).map(|step| bytes(&step.after, rank)).max().unwrap_or(0);
             let steps = plan.steps().iter().map(|step| step.to_string()).collect::<Vec<_>>().join("; ");
-            let failure = (peak > bound + OVERHEAD || before + peak > limit + OVERHEAD).then(|| {
+            let failure = (peak > bound + OVERHEAD || most > before.max(after)).then(|| {
                 format!(
                     "rank {rank}, {from_name} to {to_name}: a peak of {peak} bytes above the source of {before}; the steps \
                      need {bound}, the result is {after} ({steps})"
@@ -150,7 +163,7 @@ fn all_pairs_of_placements_on_four_ranks_stay_within_their_bytes() {
     }
     const ONE_AXIS: &[&str] =
         &["R", "S(0)", "S(1)", "SS(0,2)", "SS(1,4)", "BC(0,16)", "BC(1,8)", "P(sum)", "P(max)", "P(avg)"];
-    let all = worst(&[4], [1024, 1024], ONE_AXIS);
+    let all = worst(&[4], [512, 2048], ONE_AXIS);
     print_table(&all, ONE_AXIS);
     for measured in &all {
         let pair = (measured.from.as_str(), measured.to.as_str());
@@ -159,5 +172,5 @@ fn all_pairs_of_placements_on_four_ranks_stay_within_their_bytes() {
             assert!(measured.ratio < 1.1, "{pair:?}: {}", measured.ratio);
         }
     }
-    worst(&[2, 2], [512, 512], &["R", "S(0)", "S(1)", "SS(0,2)", "BC(1,16)", "P(sum)", "P(max)"]);
+    worst(&[2, 2], [128, 2048], &["R", "S(0)", "S(1)", "BC(1,16)", "P(sum)"]);
 }
