@@ -15,6 +15,7 @@ pub mod counting;
 pub mod disagreements;
 pub mod errors;
 pub mod layout_pairs;
+pub mod misuse;
 pub mod own_process;
 pub mod parameters;
 pub mod process_memory;

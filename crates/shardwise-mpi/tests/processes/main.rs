@@ -3,13 +3,15 @@
 //! Without a launcher it is the test runner; arguments that are no flags select tests by name. Under `mpirun` it is one
 //! of the ranks, and `SHARDWISE_CASE` says what to do. `MPIRUN` names another `mpirun` than the one on the path: it must
 //! belong to the library that this program is built with. `SHARDWISE_CROSS_MESH_CASES` (default 500),
-//! `SHARDWISE_PAIR_STRIDE` (default 1) and `SHARDWISE_SEED` are those of the redistribution suite.
+//! `SHARDWISE_PAIR_STRIDE` (default 1) and `SHARDWISE_SEED` are those of the redistribution suite, and
+//! `SHARDWISE_MPI_MISUSE_CASES` (default 60) sets the number of faulty programs.
 
 mod agreed;
 mod checkpoints;
 mod failing;
 mod job;
 mod links;
+mod misuse;
 mod suites;
 mod two_hosts;
 
@@ -48,6 +50,7 @@ const CASES: &[Case] = &[
     ("one_rank_exits", &[], failing::one_rank_exits),
     ("one_rank_aborts", &[], failing::one_rank_aborts),
     ("one_rank_is_killed", &[], failing::one_rank_is_killed),
+    ("faulty_program", &[], misuse::faulty_program),
 ];
 
 /// Tests that look at how jobs end, or that take more than one.
@@ -63,6 +66,7 @@ const TESTS: &[(&str, fn())] = &[
     ("a_rank_that_left_is_named", failing::a_rank_that_left_is_named),
     ("an_abort_carries_its_reason", failing::an_abort_carries_its_reason),
     ("a_killed_rank_ends_the_job", failing::a_killed_rank_ends_the_job),
+    ("misuse", misuse::every_faulty_program_ends_in_an_error_that_names_the_faulty_rank),
     ("two_hosts", two_hosts::the_suites_run_across_two_hosts),
     ("two_hosts_links", two_hosts::the_axis_across_hosts_has_their_link),
     ("two_hosts_killed", two_hosts::a_rank_killed_on_the_other_host_ends_the_job),
