@@ -8,7 +8,7 @@ use shardwise::models::{
 };
 use shardwise::nn::{FsdpModule, Module, ModuleItem, StateDictOptions};
 use shardwise::ops::LossOptions;
-use shardwise::optim::ShardedOptimizer;
+use shardwise::optim::{ParamGroup, ShardedOptimizer};
 use shardwise::prelude::*;
 use shardwise_test_suites::scratch::Scratch;
 
@@ -136,11 +136,13 @@ fn alone(config: &ModelConfig) -> (Vec<f64>, Vec<(String, Vec<f64>)>) {
 
 #[test]
 fn a_shared_weight_is_saved_once_and_shared_again_on_every_other_mesh() {
-    let formats: Vec<Format> = Format::all().into_iter().filter(|format| format.is_writable()).collect();
+    // A file of `torch.save` has whole tensors only.
+    let holds_shards = |format: &Format| format.is_writable() && *format != Format::Torch;
+    let formats: Vec<Format> = Format::all().into_iter().filter(holds_shards).collect();
     assert!(formats.len() >= 3, "{formats:?}");
     for (name, config) in configs() {
         let (losses, weights) = alone(&config);
-        for (from, sequence) in MESHES {
+        for (at, (from, sequence)) in MESHES.into_iter().enumerate() {
             let scratch = Scratch::new(&format!("tied-{name}-{}", from.replace(['=', ','], "")));
             let saved = {
                 let (config, root, formats) = (config.clone(), scratch.0.clone(), formats.clone());
@@ -170,7 +172,8 @@ fn a_shared_weight_is_saved_once_and_shared_again_on_every_other_mesh() {
                 // One weight, and two moments of it where the optimizer was saved.
                 let expected = if *format == Format::HuggingFace { 1 } else { 3 };
                 assert_eq!(tables.len(), expected, "{name} on {from}, {format}: {tables:?}");
-                for (to, sequence) in MESHES {
+                // Over all sources, every mesh is a target of every format.
+                for (to, sequence) in [MESHES[(at + 1) % MESHES.len()], MESHES[(at + 3) % MESHES.len()]] {
                     let what = format!("{name} from {from} to {to}, {format}");
                     let (config, path, format) = (config.clone(), path.clone(), *format);
                     let text = what.clone();

@@ -28,19 +28,19 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }
 
-/// Ids below `vocabulary`, of which the last column is a target only.
-fn tokens(mesh: &DeviceMesh, vocabulary: usize, length: usize, shift: usize, step: usize) -> Result<DTensor> {
-    let token = move |i: &[usize]| ((i[0] * 11 + (i[1] + shift) * 7 + i[0] * i[1] + step * 5) % vocabulary) as f64;
+/// Ids below `vocabulary`, the same in every step.
+fn tokens(mesh: &DeviceMesh, vocabulary: usize, length: usize, shift: usize) -> Result<DTensor> {
+    let token = move |i: &[usize]| ((i[0] * 11 + (i[1] + shift) * 7 + i[0] * i[1]) % vocabulary) as f64;
     DTensor::from_fn(((ROWS, length), DType::I64), mesh, batch_placements(mesh.mesh()), token)
 }
 
 /// Trains for a few steps of plain gradient descent, which does not enlarge rounding errors of small gradients.
-fn train(model: &impl Module, loss_of: impl Fn(usize) -> Result<DTensor>) -> Result<Trained> {
+fn train(model: &impl Module, loss_of: impl Fn() -> Result<DTensor>) -> Result<Trained> {
     let group = ParamGroup::new(Sgd::default()).with_lr(0.05);
     let mut optimizer = ShardedOptimizer::new(model.named_parameters(), group)?;
     let (mut losses, mut found) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
-        let loss = loss_of(step)?;
+        let loss = loss_of()?;
         losses.push(loss.item::<f64>()?);
         let gradients = loss.backward()?;
         if step + 1 == STEPS {
@@ -117,7 +117,7 @@ fn directories() -> Vec<(PathBuf, PretrainedConfig)> {
     let entries = std::fs::read_dir(vectors::directory().join("models")).unwrap();
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
     paths.sort();
-    paths.retain(|path| path.join("model.safetensors").exists());
+    paths.retain(|path| path.join("cases.json").exists() && path.join("config.json").exists());
     let mut seen = BTreeSet::new();
     let configs = paths.into_iter().map(|path| (path.clone(), PretrainedConfig::read(&path).unwrap()));
     let found: Vec<_> = configs.filter(|(_, config)| seen.insert(config.model_type())).collect();
@@ -133,16 +133,16 @@ fn train_loaded(path: &Path, config: &PretrainedConfig, mesh: &DeviceMesh, seque
     let length = 10;
     if config.is_encoder() {
         let (encoder, _) = models::load_encoder_with(path, mesh, planner, &options)?;
-        return train(&encoder, |step| {
-            let ids = tokens(mesh, config.vocab_size(), length, 0, step)?;
+        return train(&encoder, || {
+            let ids = tokens(mesh, config.vocab_size(), length, 0)?;
             let hidden = encoder.encode(&ids, None, None)?.last_hidden_state;
             // Hidden states are normalized: the sum of their squares would have no gradient.
             hidden.sub_scalar(0.5)?.square()?.mul(&hidden)?.mean_all()
         });
     }
     let (model, _) = models::load_with(path, mesh, planner, &options)?;
-    train(&model, |step| {
-        let batch = |shift| tokens(mesh, config.vocab_size(), length, shift, step);
+    train(&model, || {
+        let batch = |shift| tokens(mesh, config.vocab_size(), length, shift);
         language_loss(&model, &batch(0)?, &batch(1)?)
     })
 }
@@ -154,7 +154,7 @@ fn every_family_trains_over_1_to_8_ranks_as_on_one() {
         let name = config.model_type();
         // The sequence of 10 tokens does not divide by most of the sizes.
         let meshes: Vec<(&'static str, bool)> =
-            TENSOR_PARALLEL.iter().flat_map(|&mesh| [false, true].map(|sequence| (mesh, sequence))).collect();
+            TENSOR_PARALLEL.into_iter().enumerate().map(|(i, mesh)| (mesh, i % 2 == 0)).collect();
         failures.extend(compare(name, &meshes, move |mesh, sequence| train_loaded(&path, &config, mesh, sequence)));
     }
     assert!(failures.is_empty(), "{} runs differ:\n{}", failures.len(), failures.join("\n"));
@@ -188,8 +188,8 @@ fn train_built(config: &ModelConfig, mesh: &DeviceMesh, sequence: bool) -> Resul
     let plan = parallelism.plan(config, mesh.mesh())?;
     mesh.manual_seed(11);
     let model = build(config, &plan, mesh, DType::F64)?;
-    train(&model, |step| {
-        let batch = |shift| tokens(mesh, config.vocab_size(), 3, shift, step);
+    train(&model, || {
+        let batch = |shift| tokens(mesh, config.vocab_size(), 3, shift);
         language_loss(&*model, &batch(0)?, &batch(1)?)
     })
 }
@@ -230,15 +230,7 @@ fn ranks_without_heads_experts_rows_or_tokens_train_along() {
     }
     let mut failures = Vec::new();
     for (name, config) in configs {
-        let meshes = [
-            ("tp=2", true),
-            ("tp=4", false),
-            ("tp=5", true),
-            ("tp=7", false),
-            ("tp=8", true),
-            ("dp=2,tp=3", true),
-            ("dp=3,tp=2", false),
-        ];
+        let meshes = [("tp=5", true), ("tp=7", false), ("dp=2,tp=3", true), ("dp=3,tp=2", false)];
         failures.extend(compare(&name, &meshes, move |mesh, sequence| train_built(&config, mesh, sequence)));
     }
     assert!(failures.is_empty(), "{} runs differ:\n{}", failures.len(), failures.join("\n"));
