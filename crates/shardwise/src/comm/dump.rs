@@ -136,7 +136,8 @@ impl RankDump {
         for entry in std::fs::read_dir(directory)? {
             let path = entry?.path();
             if is_dump(&path) {
-                let read: std::result::Result<RankDump, _> = serde_json::from_slice(&read_bytes(&path, MOST_DUMP_BYTES)?);
+                let read: std::result::Result<RankDump, _> =
+                    serde_json::from_slice(&read_bytes(&path, MOST_DUMP_BYTES)?);
                 dumps.push(read.map_err(|error| {
                     let found = format!("{}: {error}", path.display());
                     ErrorKind::path(&path).error::<Error>("dump", found, "the dump of a rank", "delete the file")

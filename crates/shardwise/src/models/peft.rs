@@ -379,8 +379,8 @@ impl AdapterSettings {
             let fix = "use an adapter of PEFT's method LORA";
             ErrorKind::path(path).error::<Error>("adapter", found, needed, fix)
         };
-        let text =
-            read_text(path, MOST_CONFIG_BYTES).map_err(|e| bad(format!("{e}: {}", path.display()), "an adapter_config.json"))?;
+        let text = read_text(path, MOST_CONFIG_BYTES)
+            .map_err(|e| bad(format!("{e}: {}", path.display()), "an adapter_config.json"))?;
         let json: Value = serde_json::from_str(&text).map_err(|e| bad(format!("{e} in {}", path.display()), "JSON"))?;
         let fields = json.as_object().ok_or_else(|| bad("no JSON object".into(), "settings of PEFT"))?;
         let is_off = |value: &Value| match value {

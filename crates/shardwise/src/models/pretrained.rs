@@ -79,7 +79,8 @@ impl PretrainedConfig {
             let needed = "a model directory with a config.json";
             ErrorKind::path(&path).error::<Error>("model", found, needed, "check the path, or download the file again")
         };
-        let text = read_text(&path, MOST_CONFIG_BYTES).map_err(|error| unreadable(format!("{error}: {}", path.display())))?;
+        let text =
+            read_text(&path, MOST_CONFIG_BYTES).map_err(|error| unreadable(format!("{error}: {}", path.display())))?;
         let json = serde_json::from_str(&text).map_err(|error| unreadable(format!("{error} in {}", path.display())))?;
         Self::from_json_ignoring(&json, ignored)
     }

@@ -480,7 +480,7 @@ fn evenly_sharded_factors(
 }
 
 /// Ranges that are compared before a reshape is taken for one that moves data. A layout can need as many as its dimensions have
-/// indices, and a plan is made for sizes that a file merely claims.
+/// indices, and a plan is built for sizes that a file merely claims.
 const MOST_RUNS: usize = 1 << 22;
 
 /// The flat indices within some consecutive dimensions that a coordinate holds, as ranges; `None` if there are too many.

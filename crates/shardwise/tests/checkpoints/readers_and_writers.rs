@@ -175,7 +175,7 @@ fn readers_see_one_save_while_the_format_changes() {
     read_while_saving("formats", Vec::leak(writable()), 40);
 }
 
-/// A series removes old checkpoints while others read them: then a reader gets a newer one or an error that names the files.
+/// A series removes old checkpoints while other processes read them: then a reader gets a newer one or an error that names the files.
 #[test]
 fn readers_of_a_series_get_a_complete_checkpoint_or_an_error() {
     for format in writable() {

@@ -3,7 +3,6 @@
 //! Every case is large enough for threads. The digests of AVX2 come from this program, started once more with
 //! `SHARDWISE_SIMD=avx2`; the baseline of x86-64 has no fused multiply-add and rounds differently, so it is not compared.
 
-
 use candle_core::{Device, Tensor};
 use shardwise::ops::{AttentionOptions, ConvOptions, LossOptions};
 use shardwise::optim::{AdamW, ShardedOptimizer};

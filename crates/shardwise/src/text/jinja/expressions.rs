@@ -7,16 +7,8 @@ use super::machine::{Machine, Outcome};
 use super::value::TemplateValue;
 use super::{Problem, check};
 
-/// Functions that templates call by name.
-const FUNCTIONS: [&str; 5] = ["dict", "namespace", "raise_exception", "range", "strftime_now"];
-
 /// Numbers of a range, as in the sandbox of Jinja.
 const MOST_NUMBERS: i128 = 100_000;
-
-/// The function of a name, or an undefined value.
-pub(super) fn function(name: &str) -> TemplateValue {
-    FUNCTIONS.iter().find(|own| **own == name).map_or(TemplateValue::Undefined, |name| TemplateValue::Function(name))
-}
 
 /// Evaluated arguments of a call.
 pub(super) struct Given {

@@ -164,7 +164,7 @@ impl<'t> Machine<'t> {
         self.charge_steps(seen as u64 / 8)?;
         Ok(found.unwrap_or_else(|| {
             let given = self.variables.iter().rev().find(|(own, _)| &**own == name);
-            given.map_or_else(|| super::expressions::function(name), |(_, value)| value.clone())
+            given.map_or_else(|| TemplateValue::function(name), |(_, value)| value.clone())
         }))
     }
 

@@ -47,7 +47,18 @@ pub(in crate::text) struct Map {
     levels: u16,
 }
 
+/// Functions that templates call by name.
+const FUNCTIONS: [&str; 5] = ["dict", "namespace", "raise_exception", "range", "strftime_now"];
+
 impl TemplateValue {
+    /// The function of a name, or an undefined value.
+    pub(super) fn function(name: &str) -> Self {
+        FUNCTIONS
+            .iter()
+            .find(|own| **own == name)
+            .map_or(TemplateValue::Undefined, |name| TemplateValue::Function(name))
+    }
+
     pub(in crate::text) fn text(text: &str) -> Self {
         TemplateValue::Text(text.into())
     }
