@@ -32,7 +32,8 @@ fn bytes_of(t: &Tensor) -> usize {
 /// Whether operands may be combined pair by pair: not if that rounds f16 or bf16 more than once, or if rounding would depend
 /// on the order although rank order was requested.
 fn may_combine_pairwise(op: ReduceOp, dtype: DType, deterministic: bool) -> bool {
-    let rounds = dtype.is_float() && matches!(op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product);
+    let rounds = matches!(op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::LogSumExp);
+    let rounds = rounds && dtype.is_float();
     !rounds || !deterministic && !matches!(dtype, DType::F16 | DType::BF16)
 }
 
