@@ -176,8 +176,9 @@ fn a_registered_format_is_saved_recognized_loaded_and_converted() {
     assert_eq!(checkpoint::open(&path).unwrap().format, raw);
     load(&path, true).unwrap();
 
-    // to safetensors and back, and to every other format that can be written
-    for format in Format::all().into_iter().filter(|format| format.is_writable()) {
+    // To safetensors and back, and to every other format that can be written; another test may have registered one that fails.
+    let written = |format: &Format| format.is_writable() && format.to_string() != "faulty";
+    for format in Format::all().into_iter().filter(written) {
         let (there, back) = (scratch.at(&format!("{format}")), scratch.at(&format!("{format}-back")));
         if format != raw {
             checkpoint::convert(&path, &there, &ConvertOptions::to(format), &|_| {}).unwrap();
