@@ -312,7 +312,7 @@ impl Op for ClassLoss {
 }
 
 /// Defines elementwise functions with the same formula in f32 and f64, in which `$exp` is the exponential function.
-macro_rules! functions {
+macro_rules! row_functions {
     ($($(#[$doc:meta])* $name:ident: |$x:pat_param, $exp:ident| -> $N:literal $value:block)*) => {$(
         $(#[$doc])*
         #[derive(Clone, Copy)]
@@ -341,7 +341,7 @@ macro_rules! functions {
     )*};
 }
 
-functions! {
+row_functions! {
     /// `x - (high + low)`.
     LessSum: |[x, high, low], exp| -> 3 { (x - high) - low }
     /// `exp(x - (high + low))`, with what the differences lose to rounding: a share of 1 in 50,000 has the logarithm -11, whose rounding
