@@ -303,8 +303,8 @@ impl Reduce {
                 let count = if dims.is_empty() { mask.clone() } else { mask.sum(&dims, true)? };
                 g.div(&count)?.mul(&mask)?
             }
-            ReduceKind::Mean(count) => g.div_scalar(count as f64)?.expand(&shape)?,
-            ReduceKind::Sum => g.expand(&shape)?,
+            ReduceKind::Mean(count) => sharded_like(&g.div_scalar(count as f64)?.expand(&shape)?, saved.layout(0))?,
+            ReduceKind::Sum => sharded_like(&g.expand(&shape)?, saved.layout(0))?,
             ReduceKind::Any | ReduceKind::All | ReduceKind::CountNonzero => unreachable!("not differentiable"),
         };
         Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])
@@ -337,6 +337,27 @@ fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Resul
     let to = to.or_else(|_| Layout::replicated(own.mesh(), own.shape()))?;
     let site = Location::caller();
     record_implicit_operator(name, || gradient.to_layout_at(&to, site))
+}
+
+/// Narrows a broadcast gradient along axes that shard `x`, without communication. The next operator may copy it, and must not
+/// copy the gradients of all ranks.
+#[track_caller]
+fn sharded_like(gradient: &DTensor, x: &Layout) -> Result<DTensor> {
+    let own = gradient.layout();
+    let both = || own.placements().iter().zip(x.placements());
+    // Shards of other dimensions would divide what `x` divides by sizes that may be ragged.
+    let fits = |(now, of_x): (&Placement, &Placement)| match of_x.is_shard(None) {
+        true => now.is_replicate() || now == of_x,
+        false => !now.is_shard(None),
+    };
+    if !both().all(fits) {
+        return Ok(gradient.clone());
+    }
+    let placements: Vec<Placement> =
+        both().map(|(now, of_x)| if of_x.is_shard(None) { of_x.clone() } else { now.clone() }).collect();
+    let orders: Vec<Vec<usize>> = (0..x.shape().len()).map(|dim| x.shard_order(dim).to_vec()).collect();
+    let to = Layout::from_shard_orders(own.mesh(), own.shape(), &placements, &orders)?;
+    gradient.to_layout_at(&to, Location::caller())
 }
 
 /// Per element the product of all other elements along some dimensions: the gradient of `prod`, correct for zeros too.
