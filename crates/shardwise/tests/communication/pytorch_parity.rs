@@ -10,10 +10,14 @@ const CRATE: &str = env!("CARGO_MANIFEST_DIR");
 const NO_COUNTERPART: &str = "No counterpart:";
 const NOT_HERE: &str = "Not here:";
 
+/// Beginning of the last cell of a row whose tests show a part of the scenario only.
+const PARTLY: &str = "Partly:";
+
 /// What a table says: rows by kind, and what is wrong with them.
 #[derive(Default)]
 struct Page {
     tested: usize,
+    partly: usize,
     no_counterpart: usize,
     not_here: usize,
     problems: Vec<String>,
@@ -22,9 +26,11 @@ struct Page {
 impl Page {
     /// The sentence with the numbers, which the page has to contain.
     fn summary(&self) -> String {
-        let Page { tested, no_counterpart, not_here, .. } = self;
-        let all = tested + no_counterpart + not_here;
-        format!("{all} scenarios: {tested} with a test, {no_counterpart} without a counterpart, {not_here} not here.")
+        let Page { tested, partly, no_counterpart, not_here, .. } = self;
+        let all = tested + partly + no_counterpart + not_here;
+        format!(
+            "{all} scenarios: {tested} with a test, {partly} partly, {no_counterpart} without a counterpart, {not_here} not here."
+        )
     }
 }
 
@@ -43,6 +49,12 @@ fn read(text: &str, mut has_test: impl FnMut(&str, &str) -> bool) -> Page {
         if scenario.is_empty() {
             problem("no scenario".to_string());
         }
+        // Tests that a reason names exist too.
+        for (file, function) in difference.split('`').filter_map(|code| code.split_once(".rs::")) {
+            if !has_test(&format!("{file}.rs"), function) {
+                problem(format!("there is no test `{function}` in {file}.rs"));
+            }
+        }
         if tests.is_empty() {
             match difference {
                 reason if reason.starts_with(NO_COUNTERPART) => page.no_counterpart += 1,
@@ -53,7 +65,14 @@ fn read(text: &str, mut has_test: impl FnMut(&str, &str) -> bool) -> Page {
             }
             continue;
         }
-        page.tested += 1;
+        match difference {
+            reason if [NO_COUNTERPART, NOT_HERE].iter().any(|absence| reason.starts_with(absence)) => {
+                problem("tests, and a reason for none".to_string());
+            }
+            reason if reason == PARTLY => problem("partly, without what is missing".to_string()),
+            reason if reason.starts_with(PARTLY) => page.partly += 1,
+            _ => page.tested += 1,
+        }
         for test in tests.split(", ") {
             match test.strip_prefix('`').and_then(|test| test.strip_suffix('`')?.split_once("::")) {
                 Some((file, function)) if has_test(file, function) => {}
@@ -101,6 +120,7 @@ fn every_row_names_a_test_that_exists_or_a_reason() {
         let read = || tests_of(&std::fs::read_to_string(path(file)).unwrap_or_default());
         known.entry(file.to_string()).or_insert_with(read).contains(function)
     };
+    let readme = std::fs::read_to_string(Path::new(DOCS).join("README.md")).expect("the list of the pages");
     let mut problems = Vec::new();
     let mut pages = 0;
     for entry in std::fs::read_dir(DOCS).expect("docs/pytorch-parity") {
@@ -111,8 +131,11 @@ fn every_row_names_a_test_that_exists_or_a_reason() {
         {
             pages += 1;
             let name = file.file_name().unwrap().to_string_lossy().into_owned();
-            problems
-                .extend(read(&text, &mut has_test).problems.into_iter().map(|problem| format!("{name}, {problem}")));
+            let page = read(&text, &mut has_test);
+            if !readme.contains(&page.summary()) {
+                problems.push(format!("README.md does not contain the sentence \"{}\" of {name}", page.summary()));
+            }
+            problems.extend(page.problems.into_iter().map(|problem| format!("{name}, {problem}")));
         }
     }
     assert!(pages > 0, "no page in {DOCS} has a table of scenarios");
@@ -122,7 +145,7 @@ fn every_row_names_a_test_that_exists_or_a_reason() {
 #[test]
 fn wrong_rows_are_found() {
     let good = "\
-5 scenarios: 2 with a test, 2 without a counterpart, 1 not here.
+6 scenarios: 2 with a test, 1 partly, 2 without a counterpart, 1 not here.
 | Scenario | PyTorch | Test | Difference |
 |---|---|---|---|
 | a | `test_a` | `tests/a.rs::a` | |
@@ -130,6 +153,7 @@ fn wrong_rows_are_found() {
 | c | `test_c` | | No counterpart: pickling |
 | d | `test_d` | | No counterpart: the compiler |
 | e | `test_e` | | Not here: complex numbers |
+| f | `test_f` | `tests/a.rs::a` | Partly: on one rank, as in `tests/a.rs::a` |
 ";
     let has_test =
         |file: &str, function: &str| matches!((file, function), ("tests/a.rs", "a") | ("crates/b/tests/b.rs", "b"));
@@ -141,6 +165,10 @@ fn wrong_rows_are_found() {
         ("| No counterpart: pickling |", "| |", "no test; name one"),
         ("| `test_c` |", "|", "3 cells"),
         ("| e | `test_e` | | Not here: complex numbers |\n", "", "does not contain the sentence"),
+        ("| Partly: on one rank, as in `tests/a.rs::a` |", "| |", "does not contain the sentence"),
+        ("| Partly: on one rank, as in `tests/a.rs::a` |", "| Partly: |", "without what is missing"),
+        ("| Partly: on one rank, as in `tests/a.rs::a` |", "| Not here: ranks |", "a reason for none"),
+        ("as in `tests/a.rs::a`", "as in `tests/a.rs::gone`", "there is no test `gone`"),
     ] {
         let found = read(&good.replace(from, to), has_test).problems;
         assert!(found.iter().any(|found| found.contains(problem)), "{to}: {found:?}");
