@@ -92,8 +92,8 @@ pub(crate) struct RankContext {
     pub(crate) recorder_count: Cell<usize>,
     /// The meshes of active `with_mesh` scopes: `Vec<DeviceMesh>`.
     pub(crate) meshes: AnyField,
-    /// The value on whose behalf the rank communicates: `comm::purpose`.
-    pub(crate) purpose: AnyField,
+    /// The value on whose behalf the rank communicates: `comm::origin`.
+    pub(crate) call_origin: AnyField,
     /// Whether implicit redistributions are allowed, warnings or errors: `comm::explicit`.
     pub(crate) implicit_redistributions: AnyField,
     /// Whether [`implicit_redistributions`](Self::implicit_redistributions) is not the default: a cheap flag, because every
@@ -164,7 +164,7 @@ impl RankContext {
             recorders: AnyField::new(),
             recorder_count: Cell::new(0),
             meshes: AnyField::new(),
-            purpose: AnyField::new(),
+            call_origin: AnyField::new(),
             implicit_redistributions: AnyField::new(),
             reports_implicit: Cell::new(false),
             moving: AnyField::new(),

@@ -6,7 +6,7 @@
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Purpose, SAME_CALLS, SAME_VALUES, fingerprint, meta_fingerprint, while_waiting};
+use shardwise::comm::engine::{CallOrigin, SAME_CALLS, SAME_VALUES, fingerprint, meta_fingerprint, while_waiting};
 use shardwise::error::{RankCall, Site};
 use shardwise::{Error, Result, TensorMeta};
 
@@ -19,7 +19,7 @@ use super::packet_call::PacketCall;
 struct CallStatement {
     call: String,
     /// The value on whose behalf the rank communicates, if known.
-    purpose: Option<String>,
+    origin: Option<String>,
     site: String,
     rejected: Option<String>,
     fingerprint: u64,
@@ -32,7 +32,7 @@ pub(super) struct ProposedCall<'a> {
     pub(super) call: &'a Call,
     pub(super) inputs: &'a [Tensor],
     pub(super) site: Site,
-    pub(super) purpose: Option<&'a Purpose>,
+    pub(super) origin: Option<&'a CallOrigin>,
     /// Why the call is rejected whatever its arguments are.
     pub(super) rejected: Option<Error>,
 }
@@ -47,7 +47,7 @@ pub(super) fn check(
     proposed: ProposedCall<'_>,
     deterministic: bool,
 ) -> Result<Option<Vec<Tensor>>> {
-    let ProposedCall { call, inputs, site, purpose, rejected } = proposed;
+    let ProposedCall { call, inputs, site, origin, rejected } = proposed;
     let (me, size) = (comm.rank(), comm.size());
     // If this rank rejects its call, it still exchanges a packet: all ranks must get the error.
     let prepare = || {
@@ -83,7 +83,7 @@ pub(super) fn check(
     }
     let statement = CallStatement {
         call: call.describe(inputs),
-        purpose: purpose.map(ToString::to_string),
+        origin: origin.map(ToString::to_string),
         site: site.to_string(),
         rejected: rejected.as_ref().map(ToString::to_string),
         fingerprint: mine.fingerprint,
@@ -113,8 +113,8 @@ fn balance(me: usize, inputs: &[Tensor], expected: &[TensorMeta]) -> u64 {
 /// The error, the same on every rank.
 fn mismatch_error(all: &[CallStatement], ranks: &[usize], me: usize, rejected: Option<Error>) -> Error {
     let call = |position: usize| {
-        let CallStatement { call, purpose, site, .. } = &all[position];
-        let call = purpose.as_ref().map_or_else(|| call.clone(), |purpose| format!("{call} {purpose}"));
+        let CallStatement { call, origin, site, .. } = &all[position];
+        let call = origin.as_ref().map_or_else(|| call.clone(), |origin| format!("{call} {origin}"));
         Box::new(RankCall { rank: ranks[position], call, group: ranks.to_vec(), site: site.clone() })
     };
     let disagree =

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 use candle_core::Tensor;
-use shardwise::comm::engine::{Purpose, describe};
+use shardwise::comm::engine::{CallOrigin, describe};
 use shardwise::comm::{Call, Communicator, ExposedTensors};
 use shardwise::error::{RankCall, Site};
 use shardwise::mesh::Network;
@@ -49,9 +49,9 @@ impl MpiCommunicator {
         site: Site,
         body: impl FnOnce(&Comm, Option<Vec<Tensor>>) -> Result<R>,
     ) -> Result<R> {
-        let purpose = Purpose::current();
-        let purpose = purpose.as_ref();
-        let describe = || self.describe(describe(call, inputs, purpose), site);
+        let origin = CallOrigin::current();
+        let origin = origin.as_ref();
+        let describe = || self.describe(describe(call, inputs, origin), site);
         self.launch.check_open(&describe)?;
         if let Some((rank, reason)) = self.launch.process.service.failure() {
             return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(describe()) });
@@ -80,7 +80,7 @@ impl MpiCommunicator {
             let comm = self.group.comm(&self.launch.process.world)?;
             let received = match compares {
                 true => {
-                    let proposed = ProposedCall { call, inputs, site, purpose, rejected };
+                    let proposed = ProposedCall { call, inputs, site, origin, rejected };
                     agreement::check(comm, &self.group.ranks, proposed, self.launch.limits.deterministic)?
                 }
                 false => None,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
-use crate::comm::{Call, DeviceMesh, Origin, record_operator, with_purpose};
+use crate::comm::{Call, DeviceMesh, Origin, record_operator, with_call_origin};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp};
@@ -140,7 +140,7 @@ fn reduce(kind: BucketKind, axes: &[usize], parts: &[&(DTensor, Layout)], site: 
     let packed = pack(mesh, axes[0], parts, &shapes, reduced_as)?;
     let origins = parts.iter().map(|(tensor, _)| tensor.origin());
     let origin = Origin::operator("backward", parts.len() as u64, origins, parts[0].0.shape());
-    let reduced = with_purpose(&origin, 0, || group.run(&call, &[packed], site))?.swap_remove(0);
+    let reduced = with_call_origin(&origin, 0, || group.run(&call, &[packed], site))?.swap_remove(0);
     let mut start = 0;
     let mut moved = Vec::new();
     for ((tensor, layout), shapes) in parts.iter().zip(&shapes) {
@@ -152,7 +152,7 @@ fn reduce(kind: BucketKind, axes: &[usize], parts: &[&(DTensor, Layout)], site: 
             false => reduced.narrow(0, start, n)?.reshape(shape)?,
         };
         start += n;
-        moved.push(DTensor::from_held(mesh, layout.clone(), local, dtype, tensor.origin().clone())?);
+        moved.push(DTensor::from_storage(mesh, layout.clone(), local, dtype, tensor.origin().clone())?);
     }
     Ok(moved)
 }
@@ -172,7 +172,7 @@ fn pack(
     let mut flat: Vec<Tensor> = Vec::new();
     for piece in 0..shapes[0].len() {
         for ((tensor, layout), shapes) in parts.iter().zip(shapes) {
-            let local = tensor.held().to_dtype(dtype)?;
+            let local = tensor.storage().to_dtype(dtype)?;
             let part = match layout.placements()[axis].shard_dim() {
                 None => local.clone(),
                 Some(dim) => {

@@ -220,7 +220,7 @@ impl TensorToSave {
         for shard in tensor.local_shards().iter().filter(|s| s.metadata().volume() > 0) {
             let local_offsets = vec![0; shard.metadata().offsets.len()];
             local_boxes.push(OwnedBox { rank, global: shard.metadata().as_box(), local_offsets });
-            tensors.push(shard.held().clone());
+            tensors.push(shard.storage().clone());
         }
         TensorToSave { dtype: tensor.dtype(), local_boxes, tensors }
     }

@@ -190,7 +190,7 @@ impl State {
                 StateLeaf::Plain(tensor) => vec![tensor.clone()],
                 StateLeaf::Tensor(tensor) => vec![tensor.local().clone()],
                 StateLeaf::Merged(tensor) => vec![tensor.stored().local().clone()],
-                StateLeaf::Sharded(tensor) => tensor.local_shards().iter().map(|s| s.held().clone()).collect(),
+                StateLeaf::Sharded(tensor) => tensor.local_shards().iter().map(|s| s.storage().clone()).collect(),
             };
             let metas = parts.iter().map(|t| (t.dtype().as_str().to_string(), t.dims().to_vec())).collect();
             entries.push(SentEntry { path, value: None, tensors: metas });

@@ -7,7 +7,7 @@ use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
 use super::call::Call;
-use super::purpose::Purpose;
+use super::origin::CallOrigin;
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::TensorMeta;
 
@@ -18,7 +18,7 @@ pub(crate) struct CallEntry {
     pub(crate) inputs: SmallVec<[Tensor; 1]>,
     pub(crate) site: Site,
     /// The value for which the rank communicates, if known.
-    pub(crate) purpose: Option<Purpose>,
+    pub(crate) origin: Option<CallOrigin>,
     /// What is wrong with this rank's arguments, if anything.
     pub(crate) refused: Option<Error>,
 }
@@ -26,24 +26,24 @@ pub(crate) struct CallEntry {
 impl CallEntry {
     pub(crate) fn new(call: &Call, inputs: &[Tensor], site: Site, me: usize, size: usize) -> Self {
         let refused = call.check(me, size, inputs).err();
-        CallEntry { call: call.clone(), inputs: inputs.into(), site, purpose: Purpose::current(), refused }
+        CallEntry { call: call.clone(), inputs: inputs.into(), site, origin: CallOrigin::current(), refused }
     }
 
     /// The entry as it appears in errors. `ranks` are the global ranks of the group, `me` the position of the caller.
     pub(crate) fn describe(&self, ranks: &[usize], me: usize) -> Box<RankCall> {
         Box::new(RankCall {
             rank: ranks[me],
-            call: describe(&self.call, &self.inputs, self.purpose.as_ref()),
+            call: describe(&self.call, &self.inputs, self.origin.as_ref()),
             group: ranks.to_vec(),
             site: self.site.to_string(),
         })
     }
 }
 
-/// The call, its tensors and its purpose as text, for errors.
-pub fn describe(call: &Call, inputs: &[Tensor], purpose: Option<&Purpose>) -> String {
+/// The call, its tensors and what it is for as text, for errors.
+pub fn describe(call: &Call, inputs: &[Tensor], origin: Option<&CallOrigin>) -> String {
     let call = call.describe(inputs);
-    purpose.map_or_else(|| call.clone(), |purpose| format!("{call} {purpose}"))
+    origin.map_or_else(|| call.clone(), |origin| format!("{call} {origin}"))
 }
 
 /// The advice for ranks that make different calls.
@@ -69,8 +69,8 @@ pub(crate) fn check_agreement(entries: &[&CallEntry], ranks: &[usize]) -> Result
         if !same_call(entries[0], entries[other]) {
             return Err(disagree(0, other, SAME_CALLS));
         }
-        let purpose = |entry: &CallEntry| entry.purpose.as_ref().map_or(0, Purpose::hash);
-        if purpose(entries[0]) != purpose(entries[other]) {
+        let origin = |entry: &CallEntry| entry.origin.as_ref().map_or(0, CallOrigin::hash);
+        if origin(entries[0]) != origin(entries[other]) {
             return Err(disagree(0, other, SAME_VALUES));
         }
     }
@@ -89,14 +89,14 @@ pub(crate) fn check_agreement(entries: &[&CallEntry], ranks: &[usize]) -> Result
 }
 
 /// A hash that is equal on two ranks if their calls match: the same call, tensors of matching types and shapes, and the
-/// same purpose ([`Purpose::current`]).
+/// same value ([`CallOrigin::current`]).
 ///
 /// Calls that do not match collide with a chance of 2^-64. The arguments must have passed [`Call::check`]. The tensors of an
 /// `all_to_all` are not included: compare the [`meta_fingerprint`] of what is sent and of what is expected.
 pub fn fingerprint(call: &Call, inputs: &[Tensor]) -> u64 {
     let mut hasher = FxHasher::default();
     std::mem::discriminant(call).hash(&mut hasher);
-    Purpose::current_hash().hash(&mut hasher);
+    CallOrigin::current_hash().hash(&mut hasher);
     let masked = match call {
         Call::AllToAll { .. } => return hasher.finish(),
         Call::AllGather { dim, .. } | Call::Gather { dim, .. } | Call::ExchangeDims { from: dim, .. } => Some(*dim),
@@ -192,7 +192,7 @@ mod tests {
                     call: call.clone(),
                     inputs: smallvec![t.clone()],
                     site,
-                    purpose: None,
+                    origin: None,
                     refused: None,
                 })
             })

@@ -12,7 +12,7 @@ pub use super::host::{
     available_cores, catch_panic, failure_text, launch_ended_error, limit_candle_threads, rank_pool, thread_number,
     wrong_thread_error,
 };
-pub use super::purpose::Purpose;
+pub use super::origin::CallOrigin;
 pub use super::waiting::{WaitingTime, while_waiting};
 pub use crate::fnv::fnv1a;
 pub use shardwise_kernels::{concat, contiguous, immutable, split_packed, with_bytes};

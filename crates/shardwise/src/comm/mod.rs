@@ -21,7 +21,7 @@ mod measure;
 mod memory_kind;
 mod profile;
 mod memory;
-mod purpose;
+mod origin;
 pub mod threads;
 mod trace;
 mod flops;
@@ -42,9 +42,9 @@ pub use lock::{CommLock, LockedCall, UPDATE_LOCK, check_communication, lock};
 pub(crate) use memory::MemoryCharge;
 pub use memory::{Memory, MemoryByKind, MemorySample};
 pub use memory_kind::MemoryKind;
+pub(crate) use origin::{Origin, with_call_origin};
 pub(crate) use profile::begin_span;
 pub use profile::{MemoryEvent, Profile, ProfileSpan, SpanKind};
-pub(crate) use purpose::{Origin, with_purpose};
 pub use threads::{ThreadWorld, launch, launch_scoped};
 pub use trace::{
     CommRecord, CommReport, CommTotal, Trace, explicit_communication_only, record_communication, record_operator,

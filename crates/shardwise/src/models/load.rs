@@ -211,7 +211,7 @@ impl ModelSource {
             let mut done = 0;
             let mut loaded = Vec::new();
             for (path, param) in &params {
-                let layout = found.held_layout(path, &layouts[path])?;
+                let layout = found.layout_in_memory(path, &layouts[path])?;
                 let (local, bytes) = found.read(path, &layout, rank, options.dtype)?;
                 done += bytes;
                 loaded.push((param.clone(), DTensor::from_parts(mesh, layout, local)));

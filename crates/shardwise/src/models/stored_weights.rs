@@ -160,7 +160,7 @@ impl<'a> StoredWeights<'a> {
     }
 
     /// The layout of a parameter in memory, where the plan says `layout`: that of its blocks if it stays quantized.
-    pub(super) fn held_layout(&self, path: &str, layout: &Layout) -> Result<Layout> {
+    pub(super) fn layout_in_memory(&self, path: &str, layout: &Layout) -> Result<Layout> {
         let layout = layout.reduced();
         match self.quantized.get(path) {
             Some(kept) => in_blocks(&in_whole_rows(&layout, kept.rows)?, kept.block),
@@ -207,7 +207,7 @@ impl<'a> StoredWeights<'a> {
         let mut load = RankLoad { rank, tensor_bytes: 0, read_bytes: 0, peak_bytes: 0, chunks: 0, files: 0 };
         let mut files = BTreeSet::new();
         for (path, layout) in layouts {
-            let held = self.held_layout(path, layout)?;
+            let held = self.layout_in_memory(path, layout)?;
             let size = if self.quantized.contains_key(path) { 1 } else { dtype.size_in_bytes() };
             load.tensor_bytes += held.local_shape(rank).iter().product::<usize>() * size;
             let boxes = self.boxes_of(path, &held, rank);

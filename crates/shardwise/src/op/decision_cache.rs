@@ -18,7 +18,7 @@ use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
 use crate::rank_context::rank_context;
 use crate::rule::Decision;
-use crate::tensor::{DTensor, check_metas, check_room};
+use crate::tensor::{DTensor, check_memory, check_metas};
 use shardwise_kernels::check_arithmetic;
 
 /// Statistics of the cache of sharding decisions of this rank, see [`cache_report`].
@@ -158,7 +158,7 @@ impl PreparedCall {
             None => op.decide(&plan, &layouts, &elem)?,
         };
         for (layout, meta) in decision.outputs.iter().zip(&plan.outputs) {
-            check_room(layout, meta.dtype, dry)?;
+            check_memory(layout, meta.dtype, dry)?;
         }
         let rank = mesh.world().rank();
         let local =

@@ -10,7 +10,7 @@ use super::autocast::converted_operands;
 use super::call_error::name_call;
 use super::decision_cache::prepare_call;
 use super::input_transfer::InputTransfer;
-use super::widening::{convert_inputs, held_types};
+use super::widening::{convert_inputs, storage_types};
 use super::{Gradient, GradientFn, KernelContext, Op, OpKind, scope};
 use crate::comm::{Origin, SpanKind, begin_span, check_relabelling, record_implicit_operator};
 use crate::error::{ErrorKind, Result, Site};
@@ -126,12 +126,12 @@ pub(crate) fn dispatch_onto<O: Op>(
 
 impl<'a> OntoSum<'a> {
     /// Takes the sum if it has the layout and the type of the output.
-    fn take(self, output: &Layout, meta: &TensorMeta, held: DType) -> Option<(DTensor, OntoKernel<'a>)> {
+    fn take(self, output: &Layout, meta: &TensorMeta, storage: DType) -> Option<(DTensor, OntoKernel<'a>)> {
         let Self { sum, kernel, halves } = self;
         let fits = |sum: &mut DTensor| {
-            let types = [sum.dtype(), meta.dtype, held];
-            let added = matches!(held, DType::F32 | DType::F64) || halves && held.is_float();
-            sum.layout() == output && types.iter().all(|t| *t == sum.held_for_kernel().dtype()) && added
+            let types = [sum.dtype(), meta.dtype, storage];
+            let added = matches!(storage, DType::F32 | DType::F64) || halves && storage.is_float();
+            sum.layout() == output && types.iter().all(|t| *t == sum.storage_for_kernel().dtype()) && added
         };
         let sum = if is_recording() || is_detecting() { None } else { sum.take_if(fits) };
         sum.map(|sum| (sum, kernel))
@@ -153,49 +153,49 @@ fn execute<O: Op>(op: &O, inputs: &[&DTensor], site: Site, onto: Option<OntoSum<
             record_implicit_operator(op.name(), || transfer.run(&input.detach(), dry, site))
         };
         locals.push(match (transfer, why) {
-            (InputTransfer::Ready, _) => input.held_for_kernel().clone(),
+            (InputTransfer::Ready, _) => input.storage_for_kernel().clone(),
             (_, Some(why)) => with_reason(why, run)?,
             (_, None) => run()?,
         });
     }
     if dry {
         scope::note(op.name());
-        let held: SmallVec<[&[usize]; 3]> = locals.iter().map(Tensor::dims).collect();
+        let given: SmallVec<[&[usize]; 3]> = locals.iter().map(Tensor::dims).collect();
         let made: SmallVec<[&[usize]; 3]> = prepared.locals.iter().map(|m| m.shape.as_slice()).collect();
-        mesh.world().flops().add(op.flops(&held, &made));
+        mesh.world().flops().add(op.flops(&given, &made));
     }
     span.fill(|span| {
         span.inputs = inputs.iter().map(|input| input.layout().clone()).collect();
         span.outputs = prepared.decision.outputs.to_vec();
         let dims = |tensors: &[Tensor]| tensors.iter().map(|t| t.dims().to_vec()).collect::<Vec<_>>();
-        let (held, made) = (dims(&locals), prepared.locals.iter().map(|m| m.shape.as_slice()).collect::<Vec<_>>());
-        span.flops = op.flops(&held.iter().map(Vec::as_slice).collect::<Vec<_>>(), &made);
+        let (given, made) = (dims(&locals), prepared.locals.iter().map(|m| m.shape.as_slice()).collect::<Vec<_>>());
+        span.flops = op.flops(&given.iter().map(Vec::as_slice).collect::<Vec<_>>(), &made);
     });
-    let held = held_types(op.accumulation(), inputs, &locals, &prepared.decision.outputs, &prepared.locals);
+    let storage = storage_types(op.accumulation(), inputs, &locals, &prepared.decision.outputs, &prepared.locals);
     let outputs = &prepared.decision.outputs;
-    let onto = onto.and_then(|onto| onto.take(outputs.first()?, prepared.locals.first()?, *held.first()?));
+    let onto = onto.and_then(|onto| onto.take(outputs.first()?, prepared.locals.first()?, *storage.first()?));
     let computes = !dry && mesh.contains(rank);
     let outputs = match !computes {
         true => {
-            let shapes = prepared.locals.iter().zip(&held);
+            let shapes = prepared.locals.iter().zip(&storage);
             shapes
-                .map(|(m, &held)| Ok(placeholder(&TensorMeta::new(m.shape.as_slice(), held))?))
+                .map(|(m, &storage)| Ok(placeholder(&TensorMeta::new(m.shape.as_slice(), storage))?))
                 .collect::<Result<Vec<_>>>()?
         }
         false => {
             let place = KernelContext {
                 decision: &prepared.decision,
                 locals: &prepared.locals,
-                held: &held,
+                storage_types: &storage,
                 mesh: mesh.mesh(),
                 rank,
             };
-            convert_inputs(op.accumulation(), inputs, &mut locals, &held, &prepared.locals)?;
+            convert_inputs(op.accumulation(), inputs, &mut locals, &storage, &prepared.locals)?;
             let made = match &onto {
                 None => op.run(&locals, &place),
-                Some((sum, kernel)) => kernel(sum.held_for_kernel(), sum.is_exclusive(), &locals, &place),
+                Some((sum, kernel)) => kernel(sum.storage_for_kernel(), sum.is_exclusive(), &locals, &place),
             };
-            let made = made.and_then(|made| checked_results(made, &prepared.locals, &held));
+            let made = made.and_then(|made| checked_results(made, &prepared.locals, &storage));
             made.map_err(|e| name_call(e, op.name(), inputs, site))?
         }
     };
@@ -248,7 +248,7 @@ fn shared_memory(inputs: &[&DTensor], locals: &[Tensor], outputs: &[Tensor]) -> 
         let mut shares = outputs[..index].iter().any(|other| same_storage(output, other));
         for (input, local) in inputs.iter().zip(locals) {
             if same_storage(output, local) {
-                input.held();
+                input.storage();
                 shares = true;
             }
         }
@@ -267,19 +267,19 @@ pub(crate) fn check_one_mesh(name: &str, inputs: &[&DTensor], site: Site) -> Res
     Err(name_call(error, name, inputs, site))
 }
 
-/// Converts the results of a kernel to the types in which they are held, and fails if their number, shapes or types are not
-/// those of the output layouts. If one output is held in a wider type, the kernel may have computed all outputs in it.
-fn checked_results(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType]) -> Result<Vec<Tensor>> {
-    let wide = locals.iter().zip(held).any(|(m, held)| m.dtype != *held);
+/// Converts the results of a kernel to the types in which they are stored, and fails if their number, shapes or types are not
+/// those of the output layouts. If one output is stored in a wider type, the kernel may have computed all outputs in it.
+fn checked_results(mut made: Vec<Tensor>, locals: &[TensorMeta], storage: &[DType]) -> Result<Vec<Tensor>> {
+    let wide = locals.iter().zip(storage).any(|(m, storage)| m.dtype != *storage);
     if wide {
-        for (tensor, held) in made.iter_mut().zip(held) {
-            if tensor.dtype() != *held && tensor.dtype().is_float() && held.is_float() {
-                *tensor = tensor.to_dtype(*held)?;
+        for (tensor, storage) in made.iter_mut().zip(storage) {
+            if tensor.dtype() != *storage && tensor.dtype().is_float() && storage.is_float() {
+                *tensor = tensor.to_dtype(*storage)?;
             }
         }
     }
-    let fits = |((t, m), held): ((&Tensor, &TensorMeta), &DType)| t.dims() == m.shape && t.dtype() == *held;
-    if made.len() == locals.len() && made.iter().zip(locals).zip(held).all(fits) {
+    let fits = |((t, m), storage): ((&Tensor, &TensorMeta), &DType)| t.dims() == m.shape && t.dtype() == *storage;
+    if made.len() == locals.len() && made.iter().zip(locals).zip(storage).all(fits) {
         return Ok(made);
     }
     let found = made.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect::<Vec<_>>().join(", ");

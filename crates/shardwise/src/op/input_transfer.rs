@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use crate::comm::{DeviceMesh, with_purpose};
+use crate::comm::{DeviceMesh, with_call_origin};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 use crate::redistribute::BoxExchange;
@@ -99,26 +99,26 @@ impl InputTransfer {
 
     pub(super) fn run(&self, input: &DTensor, dry: bool, site: Site) -> Result<Tensor> {
         match self {
-            InputTransfer::Ready => Ok(input.held().clone()),
-            InputTransfer::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.held().clone()),
+            InputTransfer::Ready => Ok(input.storage().clone()),
+            InputTransfer::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.storage().clone()),
             InputTransfer::Narrow { from, ranges, after } => {
                 let source = input.to_layout_at(from, site)?;
                 if dry || after.elem_count() == 0 {
-                    return Ok(placeholder(&TensorMeta::new(after.shape.as_slice(), source.held().dtype()))?);
+                    return Ok(placeholder(&TensorMeta::new(after.shape.as_slice(), source.storage().dtype()))?);
                 }
                 let narrow = |t: Tensor, (dim, &(start, len)): (usize, &(usize, usize))| t.narrow(dim, start, len);
-                Ok(ranges.iter().enumerate().try_fold(source.held().clone(), narrow)?)
+                Ok(ranges.iter().enumerate().try_fold(source.storage().clone(), narrow)?)
             }
             InputTransfer::Fetch { from, exchange, after } => {
                 let source = input.to_layout_at(from, site)?;
-                let held = source.held();
-                with_purpose(input.origin(), 0, || {
-                    if held.dtype() == after.dtype {
-                        return exchange.assemble(held, after, site);
+                let terms = source.storage();
+                with_call_origin(input.origin(), 0, || {
+                    if terms.dtype() == after.dtype {
+                        return exchange.assemble(terms, after, site);
                     }
-                    // Terms of a partial sum along other axes move in the wider type in which they are held.
-                    let after = TensorMeta::new(after.shape.as_slice(), held.dtype());
-                    exchange.of_type(held.dtype()).assemble(held, &after, site)
+                    // Terms of a partial sum along other axes move in the wider type in which they are stored.
+                    let after = TensorMeta::new(after.shape.as_slice(), terms.dtype());
+                    exchange.of_type(terms.dtype()).assemble(terms, &after, site)
                 })
             }
         }

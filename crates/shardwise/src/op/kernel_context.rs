@@ -12,7 +12,7 @@ use crate::rule::{Decision, RequiredInput};
 pub struct KernelContext<'a> {
     pub(super) decision: &'a Decision,
     pub(super) locals: &'a [TensorMeta],
-    pub(super) held: &'a [DType],
+    pub(super) storage_types: &'a [DType],
     pub(super) mesh: &'a Mesh,
     pub(super) rank: usize,
 }
@@ -36,10 +36,10 @@ impl KernelContext<'_> {
 
     /// The type in which this rank holds its local tensor of an output.
     ///
-    /// Terms of a partial sum are held in a wider type than the reduced tensor has, see [`Accumulation`](super::Accumulation). A result in another
+    /// Terms of a partial sum are stored in a wider type than the reduced tensor has, see [`Accumulation`](super::Accumulation). A result in another
     /// floating-point type is converted.
     pub fn output_dtype(&self, output: usize) -> DType {
-        self.held[output]
+        self.storage_types[output]
     }
 
     /// The global indices along a dimension that this rank holds of an output, in local order, as ranges.

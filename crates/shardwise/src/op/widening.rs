@@ -1,7 +1,7 @@
-//! The types in which the local terms of partial sums are computed and held.
+//! The types in which the local terms of partial sums are computed and stored.
 //!
 //! If every rank rounded its term, a sum would depend on the layout: half precision loses digits and overflows, and f32 loses
-//! what cancels between ranks. So terms are held in a wider type than their tensor has, and the sum is rounded once.
+//! what cancels between ranks. So terms are stored in a wider type than their tensor has, and the sum is rounded once.
 
 use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
@@ -23,7 +23,7 @@ pub enum Accumulation {
     /// returns its result in the type of [`KernelContext::output_dtype`](super::KernelContext::output_dtype).
     Exact,
     /// At most one rank has a nonzero term, as in a lookup: the sum is exact in any type.
-    OneTerm,
+    Disjoint,
 }
 
 /// The wider of two floating-point types; f32 for the two half-precision types, of which neither holds the other.
@@ -36,22 +36,22 @@ fn wider(a: DType, b: DType) -> DType {
     }
 }
 
-/// Per output the type in which this rank holds its local tensor: that of the tensor, or a wider one for terms of a partial sum.
-pub(super) fn held_types(
+/// Per output the type in which this rank stores its local tensor: that of the tensor, or a wider one for terms of a partial sum.
+pub(super) fn storage_types(
     accumulation: Accumulation,
     inputs: &[&DTensor],
     locals: &[Tensor],
     layouts: &[Layout],
     outputs: &[TensorMeta],
 ) -> SmallVec<[DType; 3]> {
-    // Partial outputs computed from inputs that are held in a wider type stay in that type.
+    // Partial outputs computed from inputs that are stored in a wider type stay in that type.
     let wide =
         inputs.iter().zip(locals).filter(|(t, local)| local.dtype() != t.dtype()).map(|(_, local)| local.dtype());
     let wide = wide.reduce(wider);
-    let held = |(layout, meta): (&Layout, &TensorMeta)| {
+    let storage = |(layout, meta): (&Layout, &TensorMeta)| {
         let own = match (accumulation, meta.dtype) {
             _ if !meta.dtype.is_float() || !accumulates(layout) => return meta.dtype,
-            (Accumulation::OneTerm, dtype) => dtype,
+            (Accumulation::Disjoint, dtype) => dtype,
             (_, DType::F16 | DType::BF16) => DType::F32,
             // A gradient of a weight is as large as the weight: in f64 it would take twice the memory and the bytes.
             (Accumulation::Exact, DType::F32) if !is_in_gradient() => DType::F64,
@@ -59,26 +59,27 @@ pub(super) fn held_types(
         };
         wide.map_or(own, |wide| wider(own, wide))
     };
-    layouts.iter().zip(outputs).map(held).collect()
+    layouts.iter().zip(outputs).map(storage).collect()
 }
 
-/// Converts the inputs of a kernel to the types in which it computes outputs of the types `held`.
+/// Converts the inputs of a kernel to the types in which it computes outputs that are stored in the types `storage`.
 pub(super) fn convert_inputs(
     accumulation: Accumulation,
     inputs: &[&DTensor],
     locals: &mut [Tensor],
-    held: &[DType],
+    storage: &[DType],
     outputs: &[TensorMeta],
 ) -> Result<()> {
-    let widened = held.iter().zip(outputs).filter(|(held, meta)| **held != meta.dtype).map(|(held, _)| *held);
+    let widened =
+        storage.iter().zip(outputs).filter(|(storage, meta)| **storage != meta.dtype).map(|(storage, _)| *storage);
     let widened = widened.reduce(wider);
     for (input, local) in inputs.iter().zip(locals.iter_mut()) {
         let wanted = match widened {
-            // The kernel accepts terms in the type in which they are held.
+            // The kernel accepts terms in the type in which they are stored.
             Some(_) if matches!(accumulation, Accumulation::Exact | Accumulation::InF32FromAnyType) => continue,
             Some(wide) if local.dtype().is_float() => wider(wide, local.dtype()),
             Some(_) => continue,
-            // No output is held in a wider type: inputs are converted to the type of their tensor.
+            // No output is stored in a wider type: inputs are converted to the type of their tensor.
             None => input.dtype(),
         };
         if local.dtype() != wanted {

@@ -83,7 +83,7 @@ impl Op for Band {
     }
 
     fn accumulation(&self) -> Accumulation {
-        Accumulation::OneTerm
+        Accumulation::Disjoint
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

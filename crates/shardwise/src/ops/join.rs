@@ -205,7 +205,7 @@ impl Op for Cat {
     }
 
     fn accumulation(&self) -> Accumulation {
-        Accumulation::OneTerm
+        Accumulation::Disjoint
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

@@ -270,7 +270,7 @@ impl Op for ClassLoss {
     }
 
     fn accumulation(&self) -> Accumulation {
-        Accumulation::OneTerm
+        Accumulation::Disjoint
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
@@ -292,10 +292,10 @@ impl Op for ClassLoss {
         let chosen = gather(x, self.dim, &classes.unsqueeze(self.dim)?, &held)?;
         // 1 where this rank holds the element, else -0.0.
         let ones = filled(1.0, &TensorMeta { shape: vec![x.dims()[self.dim]], dtype: x.dtype() })?;
-        let is_held = index_select_by(&ones, 0, classes, &held)?.unsqueeze(self.dim)?;
+        let is_local = index_select_by(&ones, 0, classes, &held)?.unsqueeze(self.dim)?;
         let compute = ComputeType::float_for([x.dtype()]);
         let losses =
-            pointwise(HeldLoss, [high, low, &chosen, &is_held], high.dims(), compute, context.output_dtype(0))?;
+            pointwise(LocalLoss, [high, low, &chosen, &is_local], high.dims(), compute, context.output_dtype(0))?;
         Ok(vec![losses.reshape(context.local_shape(0))?])
     }
 
@@ -362,5 +362,5 @@ row_functions! {
         if high.is_infinite() { high - minus } else { (high - minus) + low }
     }
     /// `(high + low) - x` where the rank holds the element `x`, else the neutral number of sums.
-    HeldLoss: |[high, low, x, is_held], exp| -> 4 { if is_held == 1.0 { (high - x) + low } else { -0.0 } }
+    LocalLoss: |[high, low, x, is_local], exp| -> 4 { if is_local == 1.0 { (high - x) + low } else { -0.0 } }
 }

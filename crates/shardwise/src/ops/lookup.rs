@@ -384,7 +384,7 @@ impl Op for IndexSelect {
     }
 
     fn accumulation(&self) -> Accumulation {
-        Accumulation::OneTerm
+        Accumulation::Disjoint
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
@@ -441,7 +441,7 @@ impl Op for Gather {
     }
 
     fn accumulation(&self) -> Accumulation {
-        Accumulation::OneTerm
+        Accumulation::Disjoint
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

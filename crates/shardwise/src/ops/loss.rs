@@ -174,7 +174,7 @@ impl DTensor {
         if world.is_dry() || !target.device_mesh().contains(world.rank()) {
             return Ok(());
         }
-        let outside = first_outside(target.held(), 0..classes as i64, Some(ignore_index))?;
+        let outside = first_outside(target.storage(), 0..classes as i64, Some(ignore_index))?;
         let Some(class) = outside else { return Ok(()) };
         let found = format!("class {class} among the targets of {name}");
         let needed = format!("classes from 0 to {}, or {ignore_index} to ignore a target", classes.saturating_sub(1));

@@ -168,7 +168,7 @@ impl Op for Narrow {
     }
 
     fn accumulation(&self) -> Accumulation {
-        Accumulation::OneTerm
+        Accumulation::Disjoint
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
@@ -235,7 +235,7 @@ impl Op for Unbind {
     }
 
     fn accumulation(&self) -> Accumulation {
-        Accumulation::OneTerm
+        Accumulation::Disjoint
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

@@ -28,7 +28,7 @@ impl Op for ReducePartials {
     }
 
     fn accumulation(&self) -> Accumulation {
-        Accumulation::OneTerm
+        Accumulation::Disjoint
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

@@ -79,7 +79,7 @@ impl DTensor {
         let result = |index: usize, local: Tensor| {
             let origin = Origin::operator("sort", 0, [line.origin()].into_iter(), line.shape()).output(index);
             let dtype = local.dtype();
-            DTensor::from_held(mesh, to.clone(), local, dtype, origin)?.reshape(&signed(self.shape()))
+            DTensor::from_storage(mesh, to.clone(), local, dtype, origin)?.reshape(&signed(self.shape()))
         };
         if world.is_dry() {
             let local = |dtype: DType| placeholder(&TensorMeta::new(to.local_shape(world.rank()), dtype));

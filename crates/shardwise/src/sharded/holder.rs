@@ -42,8 +42,8 @@ impl ShardHolder {
         for (i, shard) in shards.iter().enumerate() {
             let is_listed = metadata.shards.contains(shard.metadata());
             let is_double = shards[..i].iter().any(|other| other.metadata() == shard.metadata());
-            if !is_listed || is_double || shard.held().dtype() != metadata.dtype {
-                let found = format!("shard {} of type {}", shard.metadata(), shard.held().dtype().as_str());
+            if !is_listed || is_double || shard.storage().dtype() != metadata.dtype {
+                let found = format!("shard {} of type {}", shard.metadata(), shard.storage().dtype().as_str());
                 let needed = format!("shards of type {} that the metadata lists, each once", metadata.dtype.as_str());
                 return Err(ErrorKind::Argument.error("shards", found, needed, "pass shards of this tensor"));
             }
@@ -74,7 +74,7 @@ impl ShardHolder {
         let whole = Assembly::kept(TensorMeta { shape: self.metadata.size.clone(), dtype: self.metadata.dtype })?;
         for shard in self.shards.iter().filter(|shard| shard.metadata().volume() > 0) {
             // SAFETY: one thread; shards are disjoint.
-            unsafe { whole.paste(shard.held(), &shard.metadata().offsets) };
+            unsafe { whole.paste(shard.storage(), &shard.metadata().offsets) };
         }
         // SAFETY: the shards cover the tensor.
         Ok(unsafe { whole.finish() })

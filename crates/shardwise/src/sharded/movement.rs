@@ -100,7 +100,7 @@ impl ShardedTensor {
     /// Copies the whole tensor if it shares memory with a shard or another rank, because the program may write to it.
     fn unshared(&self, whole: Tensor) -> Result<Tensor> {
         let world = self.mesh.world();
-        let shared = world.shares_memory() || self.shards.iter().any(|s| same_memory(s.held(), &whole));
+        let shared = world.shares_memory() || self.shards.iter().any(|s| same_memory(s.storage(), &whole));
         if shared && !world.is_dry() { Ok(own_copy(&whole)?) } else { Ok(whole) }
     }
 

@@ -54,7 +54,7 @@ impl TensorShard {
     }
 
     /// The elements without a copy, for reading only.
-    pub(crate) fn held(&self) -> &Tensor {
+    pub(crate) fn storage(&self) -> &Tensor {
         &self.tensor
     }
 

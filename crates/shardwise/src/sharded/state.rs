@@ -85,13 +85,13 @@ impl ShardedTensor {
         let site = Location::caller();
         let group = mesh.whole_group()?;
         // An error of one rank is sent in place of its states, so that all ranks return it.
-        let mine = HeldShards::new(states);
+        let mine = StateSummary::new(states);
         let wanted = spec.as_ref().map(ToString::to_string);
         let text = match &mine {
             Ok(stored) => serde_json::to_string(&(stored, &wanted)).map_err(Error::other)?,
             Err(error) => format!("!{error}"),
         };
-        let mut all: Vec<(usize, HeldShards)> = Vec::new();
+        let mut all: Vec<(usize, StateSummary)> = Vec::new();
         let mut first_spec = None;
         for (position, text) in gather_texts(&group, &text, site)?.iter().enumerate() {
             let rank = group.ranks()[position];
@@ -99,7 +99,8 @@ impl ShardedTensor {
                 let found = format!("states on rank {rank} that cannot be loaded ({error})");
                 return Err(bad(found, "good states on every rank"));
             }
-            let (stored, its_spec): (HeldShards, Option<String>) = serde_json::from_str(text).map_err(Error::other)?;
+            let (stored, its_spec): (StateSummary, Option<String>) =
+                serde_json::from_str(text).map_err(Error::other)?;
             let first = first_spec.get_or_insert_with(|| its_spec.clone());
             if its_spec != *first {
                 let show = |spec: &Option<String>| spec.clone().unwrap_or_else(|| "no spec".to_string());
@@ -114,7 +115,7 @@ impl ShardedTensor {
             }
             all.push((rank, stored));
         }
-        let (stored_spec, from) = merge_held(&all)?;
+        let (stored_spec, from) = merge_summaries(&all)?;
         let spec = spec.unwrap_or(stored_spec);
         let mut to = spec.build_metadata(&from.size, from.dtype)?;
         to.requires_grad = from.requires_grad;
@@ -135,14 +136,14 @@ impl ShardedTensor {
 
 /// What a rank sends to all ranks about its states.
 #[derive(Clone, Serialize, Deserialize)]
-struct HeldShards {
+struct StateSummary {
     /// Metadata and spec of the states, and which shards they hold; `None` on a rank without states.
     tensor: Option<(ShardedTensorMetadata, AnyShardingSpec, Vec<usize>)>,
 }
 
-impl HeldShards {
-    fn new(states: &[ShardedTensorState]) -> Result<HeldShards> {
-        let Some(first) = states.first() else { return Ok(HeldShards { tensor: None }) };
+impl StateSummary {
+    fn new(states: &[ShardedTensorState]) -> Result<StateSummary> {
+        let Some(first) = states.first() else { return Ok(StateSummary { tensor: None }) };
         first.metadata.check_covering()?;
         check_dtype(first.metadata.dtype)?;
         let mut held = Vec::new();
@@ -163,12 +164,12 @@ impl HeldShards {
                 held.push(*i);
             }
         }
-        Ok(HeldShards { tensor: Some((first.metadata.clone(), first.spec.clone(), held)) })
+        Ok(StateSummary { tensor: Some((first.metadata.clone(), first.spec.clone(), held)) })
     }
 }
 
 /// The stored spec, and the metadata with every shard placed on the first rank that has its state.
-fn merge_held(all: &[(usize, HeldShards)]) -> Result<(AnyShardingSpec, ShardedTensorMetadata)> {
+fn merge_summaries(all: &[(usize, StateSummary)]) -> Result<(AnyShardingSpec, ShardedTensorMetadata)> {
     let mut known = all.iter().filter_map(|(rank, stored)| Some((*rank, stored.tensor.as_ref()?)));
     let Some((first_rank, (metadata, spec, _))) = known.next() else {
         return Err(bad("no states on any rank".to_string(), "the states of all shards"));

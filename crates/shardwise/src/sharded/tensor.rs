@@ -241,8 +241,8 @@ impl ShardedTensor {
         }
         let piece = |shard: &TensorShard| {
             let run = |(&start, &size): (&usize, &usize)| Runs::range(start..start + size);
-            let held = shard.metadata.offsets.iter().zip(&shard.metadata.sizes).map(run).collect();
-            ShownPart { held, tensor: shard.tensor.clone() }
+            let indices = shard.metadata.offsets.iter().zip(&shard.metadata.sizes).map(run).collect();
+            ShownPart { indices, tensor: shard.tensor.clone() }
         };
         let pieces: Vec<ShownPart> = self.shards.iter().map(piece).collect();
         let group = self.mesh.whole_group()?;

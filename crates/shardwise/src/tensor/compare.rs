@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::{Device, Tensor, WithDType};
 
 use super::{DTensor, hash_of};
-use crate::comm::{Call, record_implicit_operator, with_purpose};
+use crate::comm::{Call, record_implicit_operator, with_call_origin};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::Layout;
 use crate::placement::ReduceOp;
@@ -90,7 +90,7 @@ impl DTensor {
             let call = Call::AllReduce { op: ReduceOp::Min };
             let group = self.device_mesh().whole_group()?;
             let layouts = hash_of(&(a.layout(), other.layout()));
-            let all = with_purpose(self.origin(), layouts, || group.run(&call, &[mine], site))?.swap_remove(0);
+            let all = with_call_origin(self.origin(), layouts, || group.run(&call, &[mine], site))?.swap_remove(0);
             Ok(all.to_vec1::<u8>()?[0] == 1)
         })
     }

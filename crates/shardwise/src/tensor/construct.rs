@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::{Device, Shape, Tensor};
 
 use super::local_code::{enter, exits_behind, exits_numbered, numbers};
-use super::{DTensor, check_partial, check_room, foreign, hash_of};
+use super::{DTensor, check_memory, check_partial, device_registry, hash_of};
 use crate::comm::{Call, DeviceMesh, Group};
 use crate::error::{ErrorKind, Result, Site};
 use crate::fnv::fnv1a;
@@ -111,7 +111,7 @@ impl DTensor {
                 let layout = infer_layout(mesh, &placements, &shapes, group.ranks())?;
                 check_fit(&layout, &shapes, group.ranks())?;
                 check_partial(&layout, local.dtype())?;
-                check_room(&layout, local.dtype(), mesh.world().is_dry())?;
+                check_memory(&layout, local.dtype(), mesh.world().is_dry())?;
                 DTensor::from_parts(mesh, layout, copied(mesh, local)?)
             }
         };
@@ -217,7 +217,7 @@ impl DTensor {
         src_data_rank: Option<usize>,
     ) -> Result<DTensor> {
         let (site, placements) = (Location::caller(), placements.into_iter().collect::<Vec<_>>());
-        if let Some(backend) = foreign::backend_for(mesh.device_type())? {
+        if let Some(backend) = device_registry::backend_for(mesh.device_type())? {
             return backend.distribute_tensor(tensor, mesh, &placements);
         }
         let layout = || Layout::new(mesh.mesh(), tensor.dims(), placements.clone());
@@ -258,7 +258,7 @@ fn distribute(
     let Some(source) = src_data_rank else {
         let to = layout()?;
         let whole = Layout::replicated(mesh.mesh(), tensor.dims())?;
-        check_room(&to, tensor.dtype(), mesh.world().is_dry())?;
+        check_memory(&to, tensor.dtype(), mesh.world().is_dry())?;
         // Slicing a part copies it. A part that is the whole tensor is copied here, because the program may write to it.
         let is_slice = to.local_shape(mesh.world().rank()) != tensor.dims();
         let local =

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::{Arange, DTensor, Linspace, Logspace, check_partial, check_room, foreign};
+use super::{Arange, DTensor, Linspace, Logspace, check_memory, check_partial, device_registry};
 use crate::comm::{Call, DeviceMesh};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
@@ -376,8 +376,8 @@ fn build(
 ) -> Result<DTensor> {
     check_dtype(dtype)?;
     check_partial(layout, dtype)?;
-    foreign::check_computes(mesh)?;
-    check_room(layout, dtype, mesh.world().is_dry())?;
+    device_registry::check_computes(mesh)?;
+    check_memory(layout, dtype, mesh.world().is_dry())?;
     let reduced = layout.reduced();
     let rank = mesh.world().rank();
     let meta = TensorMeta { shape: reduced.local_shape(rank), dtype };
@@ -402,7 +402,7 @@ fn random_at(
     }
     // A tensor that cannot be built is refused before the generator advances.
     check_dtype(dtype)?;
-    check_room(layout, dtype, mesh.world().is_dry())?;
+    check_memory(layout, dtype, mesh.world().is_dry())?;
     let draw = agreed_draw(distribution, layout.shape(), dtype, mesh, generator, site)?;
     let rank = mesh.world().rank();
     build(mesh, layout, dtype, site, |_, layout| {

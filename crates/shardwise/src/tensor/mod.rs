@@ -6,12 +6,12 @@ mod construct;
 pub mod current_mesh;
 mod factories;
 mod expect;
-mod foreign;
+mod device_registry;
 mod local_code;
 mod moves;
 mod operand;
 mod provenance;
-mod room;
+mod memory_check;
 mod sequences;
 mod show;
 mod state;
@@ -21,13 +21,13 @@ mod windows;
 
 pub use construct::FromLocalOptions;
 pub(crate) use construct::{check_replicas, placements_hash};
+pub use device_registry::{DeviceBackend, register_backend};
 pub use expect::check_expectations;
 pub use factories::RandomOptions;
 pub(crate) use factories::{agreed_draw, random_box};
-pub use foreign::{DeviceBackend, register_backend};
+pub(crate) use memory_check::{check_memory, check_metas, check_whole};
 pub use moves::RedistributeOptions;
 pub use operand::Operand;
-pub(crate) use room::{check_metas, check_room, check_whole};
 pub use sequences::{Arange, Linspace, Logspace};
 pub(crate) use show::{ShownPart, local_text, show_parts};
 pub use state::DTensorState;
@@ -100,10 +100,10 @@ struct TensorValue {
     dtype: DType,
     /// The local part. Where the tensor is a partial sum, mean or product it may have a wider type than the tensor: it is
     /// rounded once, after the reduction.
-    held: Tensor,
-    /// `held` converted to the type of the tensor, computed when first asked for.
+    storage: Tensor,
+    /// `storage` converted to the type of the tensor, computed when first asked for.
     rounded: OnceLock<Tensor>,
-    /// Whether the memory of `held` was allocated for this tensor alone, and no other tensor has been given it since.
+    /// Whether the memory of `storage` was allocated for this tensor alone, and no other tensor has been given it since.
     is_exclusive: AtomicBool,
     origin: Origin,
     /// Bytes that the rank's memory counts for it.
@@ -130,17 +130,17 @@ impl DTensor {
     }
 
     /// Combines a layout with a local part whose type may be wider than `dtype`, the type of the tensor.
-    fn from_terms(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType, origin: Origin) -> Self {
-        debug_assert_eq!(held.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let counted = held.elem_count() * held.dtype().size_in_bytes();
-        Self::counted_as(counted, mesh, layout, held, dtype, origin)
+    fn from_terms(mesh: &DeviceMesh, layout: Layout, storage: Tensor, dtype: DType, origin: Origin) -> Self {
+        debug_assert_eq!(storage.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
+        let counted = storage.elem_count() * storage.dtype().size_in_bytes();
+        Self::counted_as(counted, mesh, layout, storage, dtype, origin)
     }
 
     fn counted_as(
         counted: usize,
         mesh: &DeviceMesh,
         layout: Layout,
-        held: Tensor,
+        storage: Tensor,
         dtype: DType,
         origin: Origin,
     ) -> Self {
@@ -151,7 +151,7 @@ impl DTensor {
             mesh: mesh.clone(),
             layout,
             dtype,
-            held,
+            storage,
             rounded: OnceLock::new(),
             is_exclusive: AtomicBool::new(false),
             origin,
@@ -173,33 +173,33 @@ impl DTensor {
 
     /// Combines a layout with a computed local part of a possibly wider floating-point type: that is kept while a partial sum,
     /// mean or product is not reduced, and rounded to `dtype` otherwise.
-    pub(crate) fn from_held(
+    pub(crate) fn from_storage(
         mesh: &DeviceMesh,
         layout: Layout,
-        held: Tensor,
+        storage: Tensor,
         dtype: DType,
         origin: Origin,
     ) -> Result<Self> {
-        let stored = held.elem_count();
-        Self::from_repeated(stored, mesh, layout, held, dtype, origin)
+        let stored = storage.elem_count();
+        Self::from_repeated(stored, mesh, layout, storage, dtype, origin)
     }
 
-    /// [`from_held`](Self::from_held) for a local part that repeats `stored` elements: only these have memory to count.
+    /// [`from_storage`](Self::from_storage) for a local part that repeats `stored` elements: only these have memory to count.
     pub(crate) fn from_repeated(
         stored: usize,
         mesh: &DeviceMesh,
         layout: Layout,
-        held: Tensor,
+        storage: Tensor,
         dtype: DType,
         origin: Origin,
     ) -> Result<Self> {
-        let held = match held.dtype() == dtype || accumulates(&layout) {
-            true => held,
-            false => converted(mesh, &held, dtype)?,
+        let storage = match storage.dtype() == dtype || accumulates(&layout) {
+            true => storage,
+            false => converted(mesh, &storage, dtype)?,
         };
-        debug_assert_eq!(held.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let counted = stored * held.dtype().size_in_bytes();
-        Ok(Self::counted_as(counted, mesh, layout, held, dtype, origin))
+        debug_assert_eq!(storage.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
+        let counted = stored * storage.dtype().size_in_bytes();
+        Ok(Self::counted_as(counted, mesh, layout, storage, dtype, origin))
     }
 
     /// Identity of this tensor on this rank, as a key for maps. Clones have the same id; two tensors with equal elements have
@@ -321,26 +321,26 @@ impl DTensor {
     /// The local part in the type of the tensor, without a copy: for reading only.
     pub(crate) fn local(&self) -> &Tensor {
         let TensorValue { mesh, dtype, rounded, .. } = &*self.value;
-        let held = self.held();
-        if held.dtype() == *dtype {
-            return held;
+        let storage = self.storage();
+        if storage.dtype() == *dtype {
+            return storage;
         }
-        rounded.get_or_init(|| converted(mesh, held, *dtype).expect("floating-point types convert into each other"))
+        rounded.get_or_init(|| converted(mesh, storage, *dtype).expect("floating-point types convert into each other"))
     }
 
-    /// The local part in the possibly wider type in which it is held, without a copy: for reading only; see
+    /// The local part in the possibly wider type in which it is stored, without a copy: for reading only; see
     /// [`to_local`](Self::to_local).
-    pub(crate) fn held(&self) -> &Tensor {
+    pub(crate) fn storage(&self) -> &Tensor {
         // Whoever has the memory may keep it.
         if self.value.is_exclusive.load(Relaxed) {
             self.value.is_exclusive.store(false, Relaxed);
         }
-        &self.value.held
+        &self.value.storage
     }
 
-    /// As [`held`](Self::held), for a kernel, which keeps no handle to the memory of its inputs unless it returns one.
-    pub(crate) fn held_for_kernel(&self) -> &Tensor {
-        &self.value.held
+    /// As [`storage`](Self::storage), for a kernel, which keeps no handle to the memory of its inputs unless it returns one.
+    pub(crate) fn storage_for_kernel(&self) -> &Tensor {
+        &self.value.storage
     }
 
     /// States that the memory of the local part was allocated for this tensor alone.
@@ -353,33 +353,33 @@ impl DTensor {
         self.value.is_exclusive.load(Relaxed) && Arc::strong_count(&self.value) == 1
     }
 
-    /// The same value with the terms of a partial f32 sum held in f64. Detached from the autograd graph.
+    /// The same value with the terms of a partial f32 sum stored in f64. Detached from the autograd graph.
     pub(crate) fn with_terms_in_f64(&self) -> Result<DTensor> {
-        let held = converted(&self.value.mesh, self.held(), DType::F64)?;
-        Self::from_held(&self.value.mesh, self.layout().clone(), held, self.dtype(), self.origin().clone())
+        let storage = converted(&self.value.mesh, self.storage(), DType::F64)?;
+        Self::from_storage(&self.value.mesh, self.layout().clone(), storage, self.dtype(), self.origin().clone())
     }
 
     /// The same value in another floating-point type. Unlike [`to_dtype`](Self::to_dtype) it never reduces: the terms of a partial
-    /// sum are converted, which rounds nothing where the type is not narrower than that in which they are held. Local, detached.
+    /// sum are converted, which rounds nothing where the type is not narrower than that in which they are stored. Local, detached.
     pub(crate) fn with_terms_as(&self, dtype: DType) -> Result<DTensor> {
         if self.dtype() == dtype {
             return Ok(self.clone());
         }
         let widest = |a: DType, b: DType| if a.size_in_bytes() >= b.size_in_bytes() { a } else { b };
-        let held = match accumulates(self.layout()) {
-            true => converted(&self.value.mesh, self.held(), widest(self.held().dtype(), dtype))?,
-            false => converted(&self.value.mesh, self.held(), dtype)?,
+        let storage = match accumulates(self.layout()) {
+            true => converted(&self.value.mesh, self.storage(), widest(self.storage().dtype(), dtype))?,
+            false => converted(&self.value.mesh, self.storage(), dtype)?,
         };
-        Self::from_held(&self.value.mesh, self.layout().clone(), held, dtype, self.origin().clone())
+        Self::from_storage(&self.value.mesh, self.layout().clone(), storage, dtype, self.origin().clone())
     }
 
     /// The local part in the type in which it is reduced: f32 for half precision.
     pub(crate) fn reducible(&self) -> Result<Tensor> {
-        match self.held().dtype() {
+        match self.storage().dtype() {
             DType::F16 | DType::BF16 if accumulates(self.layout()) => {
-                converted(&self.value.mesh, self.held(), DType::F32)
+                converted(&self.value.mesh, self.storage(), DType::F32)
             }
-            _ => Ok(self.held().clone()),
+            _ => Ok(self.storage().clone()),
         }
     }
 
@@ -399,7 +399,7 @@ impl DTensor {
             return Ok(self.clone());
         }
         check_dtype(dtype)?;
-        check_room(self.layout(), dtype, self.value.mesh.world().is_dry())?;
+        check_memory(self.layout(), dtype, self.value.mesh.world().is_dry())?;
         // A type without arithmetic has no reductions either: terms are reduced before they become f8.
         let reduces = check_arithmetic(dtype).is_ok();
         let commutes =
@@ -410,7 +410,7 @@ impl DTensor {
             let output = Self::from_terms(
                 &self.value.mesh,
                 self.layout().clone(),
-                self.held().clone(),
+                self.storage().clone(),
                 dtype,
                 self.origin().clone(),
             );

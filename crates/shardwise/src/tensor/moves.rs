@@ -4,10 +4,10 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::room::check_room;
+use super::memory_check::check_memory;
 use super::tape::is_recording;
 use super::{Backward, DTensor, SaveForBackward, SavedTensors, check_partial, hash_of};
-use crate::comm::{DeviceMesh, Origin, while_redistributing, with_purpose};
+use crate::comm::{DeviceMesh, Origin, while_redistributing, with_call_origin};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
@@ -96,13 +96,13 @@ impl DTensor {
             ));
         }
         check_partial(to, self.dtype())?;
-        check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
+        check_memory(to, self.dtype(), self.value.mesh.world().is_dry())?;
         let layouts = hash_of(&(self.layout(), to));
         let terms = self.reducible()?;
-        let held = while_redistributing(self.layout(), to, || {
-            with_purpose(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
+        let storage = while_redistributing(self.layout(), to, || {
+            with_call_origin(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
         })?;
-        let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype(), self.origin().clone())?;
+        let moved = Self::from_storage(&self.value.mesh, to.clone(), storage, self.dtype(), self.origin().clone())?;
         Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).reduced())))
     }
 
@@ -120,7 +120,7 @@ impl DTensor {
     #[track_caller]
     pub(crate) fn to_mesh_layout(&self, mesh: &DeviceMesh, to: &Layout) -> Result<DTensor> {
         check_partial(to, self.dtype())?;
-        check_room(to, self.dtype(), mesh.world().is_dry())?;
+        check_memory(to, self.dtype(), mesh.world().is_dry())?;
         let site = Location::caller();
         // Partial axes of the source are reduced before the move, those of the target created after it.
         let source = self.reduced(site)?;
@@ -146,7 +146,7 @@ impl DTensor {
         let exchange = BoxExchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
         // Ranks outside the old mesh have not computed the value, so ranks compare its layout instead of its origin.
         let origin = Origin::leaf(hash_of(&(from, &to)), self.shape());
-        let local = with_purpose(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
+        let local = with_call_origin(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
         Ok(Self::from_parts(mesh, to, local))
     }
 

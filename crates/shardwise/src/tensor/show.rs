@@ -26,10 +26,10 @@ impl fmt::Display for DTensor {
     ///
     /// Local, so that a single rank may print. [`show`](DTensor::show) returns the whole tensor.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let held = self.held_text();
+        let elements = self.elements_text();
         let rank = self.device_mesh().world().rank();
         let (dtype, layout) = (self.dtype().as_str(), self.layout());
-        write!(f, "{held}\n{dtype} {layout}, rank {rank} holds {:?}", self.local().dims())
+        write!(f, "{elements}\n{dtype} {layout}, rank {rank} holds {:?}", self.local().dims())
     }
 }
 
@@ -37,8 +37,8 @@ impl fmt::Debug for DTensor {
     /// Writes the same as `Display`, with the type and layout first. Local.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rank = self.device_mesh().world().rank();
-        let (dtype, layout, held) = (self.dtype().as_str(), self.layout(), self.held_text());
-        write!(f, "DTensor({dtype} {layout}, rank {rank} holds {:?}: {held})", self.local().dims())
+        let (dtype, layout, elements) = (self.dtype().as_str(), self.layout(), self.elements_text());
+        write!(f, "DTensor({dtype} {layout}, rank {rank} holds {:?}: {elements})", self.local().dims())
     }
 }
 
@@ -77,8 +77,8 @@ impl DTensor {
             let mut parts = Vec::new();
             if layout.primary_boxes().any(|owned| owned.rank == me) {
                 let coordinate = layout.mesh().coordinate(me).expect("readers are on the mesh");
-                let held = (0..self.ndim()).map(|dim| layout.owned(dim, &coordinate)).collect();
-                parts.push(ShownPart { held, tensor: source.local().clone() });
+                let indices = (0..self.ndim()).map(|dim| layout.owned(dim, &coordinate)).collect();
+                parts.push(ShownPart { indices, tensor: source.local().clone() });
             }
             show_parts(&self.device_mesh().whole_group()?, self.shape(), self.dtype(), &parts, site)
         })?;
@@ -86,7 +86,7 @@ impl DTensor {
     }
 
     /// The elements of the local part as text.
-    fn held_text(&self) -> String {
+    fn elements_text(&self) -> String {
         let world = self.device_mesh().world();
         match (world.is_dry(), self.layout().mesh().contains(world.rank())) {
             (true, _) => "without data".to_string(),
@@ -98,14 +98,15 @@ impl DTensor {
 
 /// A part of a tensor on this rank: per dimension its indices in the whole tensor, and its elements.
 pub(crate) struct ShownPart {
-    pub(crate) held: Vec<Runs>,
+    pub(crate) indices: Vec<Runs>,
     pub(crate) tensor: Tensor,
 }
 
 /// The elements of a plain tensor as text, abbreviated in the middle of large dimensions.
 pub(crate) fn local_text(tensor: &Tensor) -> String {
     let shown = shown_indices(tensor.dims());
-    let part = ShownPart { held: tensor.dims().iter().map(|&n| Runs::range(0..n)).collect(), tensor: tensor.clone() };
+    let part =
+        ShownPart { indices: tensor.dims().iter().map(|&n| Runs::range(0..n)).collect(), tensor: tensor.clone() };
     match texts(tensor.dtype(), &shown, &[part], Ok) {
         Ok(values) => written(&values, &shown, tensor.dims()),
         Err(error) => format!("<{error}>"),
@@ -157,13 +158,13 @@ fn texts(
 fn picked<T: WithDType>(shown: &[Vec<usize>], parts: &[ShownPart]) -> Result<Tensor> {
     let sizes: Vec<usize> = shown.iter().map(Vec::len).collect();
     let mut values = vec![T::zero(); sizes.iter().product()];
-    for ShownPart { held, tensor } in parts {
+    for ShownPart { indices, tensor } in parts {
         // Select the shown elements of the part and write them to their positions in the text.
         let mut part = tensor.clone();
         let mut places = Vec::new();
-        for (dim, (shown, held)) in shown.iter().zip(held).enumerate() {
+        for (dim, (shown, indices)) in shown.iter().zip(indices).enumerate() {
             let both: Vec<(usize, usize)> =
-                shown.iter().enumerate().filter_map(|(s, &i)| Some((s, position(held, i)?))).collect();
+                shown.iter().enumerate().filter_map(|(s, &i)| Some((s, position(indices, i)?))).collect();
             let pick: Vec<i64> = both.iter().map(|&(_, h)| h as i64).collect();
             let count = pick.len();
             part = match count {
@@ -186,9 +187,9 @@ fn picked<T: WithDType>(shown: &[Vec<usize>], parts: &[ShownPart]) -> Result<Ten
 }
 
 /// The position of an index in ascending runs of indices.
-fn position(held: &Runs, index: usize) -> Option<usize> {
+fn position(indices: &Runs, index: usize) -> Option<usize> {
     let mut before = 0;
-    for run in held.iter() {
+    for run in indices.iter() {
         if run.contains(&index) {
             return Some(before + index - run.start);
         }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 
 use super::DTensor;
-use super::room::check_whole;
+use super::memory_check::check_whole;
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::placement::Placement;

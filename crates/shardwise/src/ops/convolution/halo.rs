@@ -134,7 +134,7 @@ pub(super) fn chosen_windows(chosen: &Layout, windows: &Layout, by: &[Window], c
 
 /// The layout `chosen`, but replicated along axes that would shard a spatial dimension of a tensor that `now` replicates: a rank
 /// then takes what it needs from its own copy.
-pub(super) fn held_positions(chosen: &Layout, now: &Layout, spatial: usize) -> Result<Layout> {
+pub(super) fn replicated_positions(chosen: &Layout, now: &Layout, spatial: usize) -> Result<Layout> {
     let axes = spatial_axes(chosen, spatial);
     let held: Vec<usize> = axes.into_iter().filter(|&axis| now.placements()[axis] == Placement::Replicate).collect();
     if held.is_empty() { Ok(chosen.clone()) } else { chosen.without_axes(&held) }

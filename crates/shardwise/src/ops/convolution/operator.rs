@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::Tensor;
 
 use super::halo::{
-    as_elements, chosen_layouts, chosen_windows, contiguous_shards, element_layout, held_positions, local_axis,
+    as_elements, chosen_layouts, chosen_windows, contiguous_shards, element_layout, local_axis, replicated_positions,
     required, window_layout,
 };
 use super::window::Window;
@@ -72,7 +72,7 @@ impl Convolution {
         let decision = plan.signature.decide(&[&with_elements, &input], elem, &[shape])?;
         let [chosen, from] = chosen_layouts(&decision);
         let to = chosen_windows(&chosen, &result, &self.windows, &self.counts)?;
-        let from = held_positions(&from, &input, spatial)?;
+        let from = replicated_positions(&from, &input, spatial)?;
         let input = required(from, &to, &self.windows, Window::needed);
         Ok(Decision { inputs: vec![RequiredInput::Layout(to), input], outputs: decision.outputs })
     }
@@ -118,7 +118,7 @@ impl Op for Convolution {
         let as_source = [&shape[..first], &source.shape()[first..]].concat();
         let mut decision = plan.signature.decide(&[&source, &weight], elem, &[&as_source])?;
         let [from] = chosen_layouts(&decision);
-        let from = held_positions(&from, &source, spatial)?;
+        let from = replicated_positions(&from, &source, spatial)?;
         (decision.outputs[0], decision.inputs[0]) = match self.computes {
             Computes::Result => {
                 let to = window_layout(&decision.outputs[0], &self.windows, &self.counts)?;

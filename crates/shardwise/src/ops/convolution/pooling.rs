@@ -5,8 +5,8 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::halo::{
-    Needed, as_elements, chosen_layouts, chosen_windows, contiguous_shards, element_layout, held_positions, local_axis,
-    required, window_layout,
+    Needed, as_elements, chosen_layouts, chosen_windows, contiguous_shards, element_layout, local_axis,
+    replicated_positions, required, window_layout,
 };
 use super::window::{Window, window_counts};
 use crate::error::Result;
@@ -133,8 +133,8 @@ impl Pool {
         let mut decision = plan.signature.decide(&[&with_elements, &x], elem, &[&plan.outputs[0].shape])?;
         let [of_g, of_x] = chosen_layouts(&decision);
         let to = decision.outputs[0].clone();
-        let of_g = held_positions(&chosen_windows(&of_g, &g, &self.windows, &self.counts)?, &g, spatial)?;
-        let of_x = held_positions(&of_x, &x, spatial)?;
+        let of_g = replicated_positions(&chosen_windows(&of_g, &g, &self.windows, &self.counts)?, &g, spatial)?;
+        let of_x = replicated_positions(&of_x, &x, spatial)?;
         let around = |window: &Window, from: usize, to: usize, n: usize| {
             // All windows there could be: those beyond the last read nothing that is inside.
             let touching = window.touching(from, to, usize::MAX);
@@ -184,7 +184,7 @@ impl Op for Pool {
         };
         for (input, now) in decision.inputs.iter_mut().zip(now) {
             let RequiredInput::Layout(from) = &*input else { unreachable!("a signature decides on layouts") };
-            *input = required(held_positions(from, now, spatial)?, &to, &self.windows, needed);
+            *input = required(replicated_positions(from, now, spatial)?, &to, &self.windows, needed);
         }
         decision.outputs[0] = to;
         Ok(decision)

@@ -8,7 +8,7 @@ use shardwise_kernels::memory_bytes;
 
 /// Checks that the local part of every rank fits into the memory of the machine. Each rank looks at the parts of all, so all get
 /// the same error. A dry run allocates nothing.
-pub(crate) fn check_room(layout: &Layout, dtype: DType, dry: bool) -> Result<()> {
+pub(crate) fn check_memory(layout: &Layout, dtype: DType, dry: bool) -> Result<()> {
     let bytes = |shape: &[usize]| TensorMeta { shape: shape.to_vec(), dtype }.bytes();
     // The common case: even the whole tensor fits, so no local shape has to be computed.
     if dry || bytes(layout.shape()) <= memory_bytes() {

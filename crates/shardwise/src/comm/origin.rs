@@ -1,4 +1,4 @@
-//! The purpose of a collective: the operator and the value for which a rank communicates.
+//! What a collective is for: the operator and the value for which a rank communicates.
 //!
 //! Ranks that run different operators, or the same operators on other shapes, often make equal collectives: the sum and the
 //! mean of a sharded tensor both end in an all-reduce of one number. Without a check they would silently mix values. So
@@ -82,36 +82,36 @@ fn hash(origin: &Origin, also: u64, operator: Option<(&'static str, bool)>) -> u
 ///
 /// Engines put its text into errors; [`fingerprint`](super::engine::fingerprint) includes its hash.
 #[derive(Debug, Clone)]
-pub struct Purpose {
+pub struct CallOrigin {
     hash: u64,
     operator: Option<&'static str>,
     origin: Origin,
 }
 
 /// The value for which this rank communicates, and a hash of what else must be equal on all ranks.
-type CurrentPurpose = Option<(Origin, u64)>;
+type CurrentOrigin = Option<(Origin, u64)>;
 
 /// Runs `body`, whose collectives are for the value of `origin`. `also` is a hash of what else must be equal on all ranks.
-pub(crate) fn with_purpose<R>(origin: &Origin, also: u64, body: impl FnOnce() -> R) -> R {
-    let enter = |context: &RankContext| context.purpose.replace::<CurrentPurpose>(Some((origin.clone(), also)));
-    in_scope(enter, |context, before| drop(context.purpose.replace(before)), body)
+pub(crate) fn with_call_origin<R>(origin: &Origin, also: u64, body: impl FnOnce() -> R) -> R {
+    let enter = |context: &RankContext| context.call_origin.replace::<CurrentOrigin>(Some((origin.clone(), also)));
+    in_scope(enter, |context, before| drop(context.call_origin.replace(before)), body)
 }
 
-impl Purpose {
-    /// The purpose of what this thread communicates, if known.
+impl CallOrigin {
+    /// The operator and value for which this thread communicates, if known.
     pub fn current() -> Option<Self> {
         let (origin, also) =
-            rank_context(|context| context.purpose.with(|current: &mut CurrentPurpose| current.clone()))?;
+            rank_context(|context| context.call_origin.with(|current: &mut CurrentOrigin| current.clone()))?;
         let operator = current_operator();
-        Some(Purpose { hash: hash(&origin, also, operator), operator: operator.map(|(name, _)| name), origin })
+        Some(CallOrigin { hash: hash(&origin, also, operator), operator: operator.map(|(name, _)| name), origin })
     }
 
     /// The hash of [`current`](Self::current), 0 if unknown.
     pub(super) fn current_hash() -> u64 {
         let operator = current_operator();
         let of =
-            |current: &mut CurrentPurpose| current.as_ref().map_or(0, |(origin, also)| hash(origin, *also, operator));
-        rank_context(|context| context.purpose.with(of))
+            |current: &mut CurrentOrigin| current.as_ref().map_or(0, |(origin, also)| hash(origin, *also, operator));
+        rank_context(|context| context.call_origin.with(of))
     }
 
     /// A hash that is equal on all ranks of a correct collective.
@@ -120,7 +120,7 @@ impl Purpose {
     }
 }
 
-impl fmt::Display for Purpose {
+impl fmt::Display for CallOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.operator {
             Some(operator) => write!(f, "for {operator} of {}", self.origin),
