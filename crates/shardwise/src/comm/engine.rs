@@ -1,6 +1,6 @@
 //! Building blocks for engines (transports) in other crates. Programs do not need them.
 //!
-//! An engine implements [`Communicator`](super::Communicator) for one rank of a group and passes the group of all ranks to
+//! An engine implements [`Communicator`](super::Communicator) for one rank of a group; that of the group of all ranks is passed to
 //! [`World::new`](super::World::new). It checks calls with [`Call::check`](super::Call::check), compares the
 //! [`fingerprint`]s of the ranks' calls, makes tensors contiguous with [`contiguous`], reads them with [`with_bytes`], receives
 //! into a [`ReceiveBuffer`] and reduces with [`reduce`], which returns the same bits on every engine.
@@ -70,13 +70,13 @@ pub fn empty_address() -> *const u8 {
     &raw const NOWHERE.0
 }
 
-/// Reduces `count` elements of each operand, in the order of theoperands, and writes the result to `to`.
+/// Reduces `count` elements of each operand, in the order of the operands, and writes the result to `to`.
 ///
 /// Half-precision types are summed in `f32` and rounded once. All engines use it, so that results are bitwise equal.
 ///
 /// # Safety
 /// There is at least one operand. The operands and `to` are aligned for the type and have room for `count` elements, the
-/// operands are initialised, and `to` overlaps none of them.[`ReduceOp::check`] accepts the type.
+/// operands are initialised, and `to` overlaps none of them. [`ReduceOp::check`] accepts the type.
 pub unsafe fn reduce(op: ReduceOp, dtype: DType, operands: &[*const u8], count: usize, to: *mut u8) {
     if count == 0 {
         return;

@@ -93,7 +93,7 @@ impl World {
     /// with their layouts, and the memory over time.
     ///
     /// Local: other ranks may record or not. Costs about 1 us per span; outside of this scope nothing is recorded. A
-    /// [`RunReport`](crate::comm::Profile) shows profiles as a page or in Perfetto.
+    /// [`RunReport`](crate::report::RunReport) shows profiles as a page or in Perfetto.
     ///
     /// # Errors
     /// That of `body`.

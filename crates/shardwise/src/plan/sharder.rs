@@ -13,7 +13,7 @@ use crate::tensor::DTensor;
 
 /// Builds a layer that replaces a module: other parameters, another computation.
 ///
-/// The layer is stored in the module's [`Hooks`](crate::nn::Hooks): ` forward` runs it, and walks find its parameters. Create
+/// The layer is stored in the module's [`Hooks`](crate::nn::Hooks): `forward` runs it, and walks find its parameters. Create
 /// optimizers afterwards. The module itself must not be changed, because a plan that turns out not to fit must leave
 /// everything unchanged.
 pub trait Sharder: fmt::Debug + Send + Sync {

@@ -74,7 +74,7 @@ impl TargetPlacements {
         matches!(self, TargetPlacements::Along(along) if along.is_empty())
     }
 
-    /// Returns the layout to which a tensor with the layout ` now` is redistributed.
+    /// Returns the layout to which a tensor with the layout `now` is redistributed.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if axes, placements or the spec do not fit the mesh and shape.

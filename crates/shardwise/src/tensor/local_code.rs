@@ -142,7 +142,7 @@ pub(super) fn exits_numbered(mut numbers: Vec<i64>) -> Vec<Arc<LocalExit>> {
     rank_context(|context| context.local_exits.with(find))
 }
 
-/// Records the local code between ` exits` and the tensor `output`, which was built from `local`.
+/// Records the local code between `exits` and the tensor `output`, which was built from `local`.
 pub(super) fn enter(
     output: DTensor,
     local: &Tensor,

@@ -203,7 +203,7 @@ impl DTensor {
     }
 
     /// Identity of this tensor on this rank, as a key for maps. Clones have the same id; two tensors with equal elements have
-    /// different ids. [ `equal`](Self::equal) compares elements.
+    /// different ids. [`equal`](Self::equal) compares elements.
     #[doc(alias = "__hash__")]
     pub fn id(&self) -> TensorId {
         self.value.id

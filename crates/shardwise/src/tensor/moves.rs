@@ -15,7 +15,7 @@ use crate::redistribute::{BoxExchange, redistribute};
 use shardwise_kernels::{own_copy, placeholder};
 
 impl DTensor {
-    /// Redistributes this tensor to ` placements`, one per axis of its mesh.
+    /// Redistributes this tensor to `placements`, one per axis of its mesh.
     ///
     /// Collective: every rank of the mesh must call it. Any placement converts to any other. Of the possible plans the cheapest
     /// is executed; [`explain`](crate::redistribute::explain) shows it. Differentiable: the gradient is redistributed to the
@@ -150,7 +150,7 @@ impl DTensor {
         Ok(Self::from_parts(mesh, to, local))
     }
 
-    /// Gathers the whole tensor on every rank of the mesh as a plain candle tensor; without elements on a rank outside it.
+    /// Gathers the whole tensor on every rank of the mesh as a plain candle tensor. A rank outside the mesh gets one without elements.
     ///
     /// Collective, unless the tensor is replicated. Allocates the whole tensor on every rank; the result shares memory with
     /// nothing.
