@@ -57,7 +57,7 @@ struct Cli {
 /// A paragraph is one line here: clap wraps it to the width of the terminal. Lines of examples are shorter than 80 columns.
 const AFTER_HELP: &str = "\
 Under mpirun or srun, `train`, `generate`, `embed` and the multi-rank benchmarks run one rank per process (in builds with the feature `mpi`); \
-every other command runs on the first process alone. Output is text, also in a pipe; pass --json for machine-readable output.
+every other command runs only on the first process. Output is text, also in a pipe; pass --json for machine-readable output.
 
 Examples:
   shardwise train                           train a small GPT on 4 thread ranks
@@ -101,7 +101,7 @@ enum CliCommand {
 }
 
 impl CliCommand {
-    /// Whether every process of an MPI job takes part; otherwise the first process runs the command alone.
+    /// Whether every process of an MPI job takes part; otherwise only the first process runs the command.
     fn runs_on_all_processes(&self) -> bool {
         match self {
             CliCommand::Train(_) | CliCommand::Generate(_) | CliCommand::Embed(_) => true,

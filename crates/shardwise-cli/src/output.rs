@@ -32,7 +32,7 @@ impl RowPrinter {
         RowPrinter { json, header_printed: false, bar }
     }
 
-    /// Shows `what` beside the progress bar.
+    /// Shows `what` next to the progress bar.
     pub(crate) fn announce(&self, what: &str) {
         self.bar.set_message(what.to_string());
     }

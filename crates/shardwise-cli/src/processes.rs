@@ -1,4 +1,4 @@
-//! The processes of the job: this one alone, or one per rank under `mpirun` or `srun`.
+//! The processes of the job: only this one, or one per rank under `mpirun` or `srun`.
 //!
 //! Only the first process prints to standard output, shows progress and writes files that all ranks share.
 

@@ -115,7 +115,7 @@ pub fn run(world: &World) -> Result<usize> {
         let one = Tensor::new(1i64, &Device::Cpu)?;
         assert_eq!(world.all_reduce(&one, ReduceOp::Sum)?.to_scalar::<i64>()?, world.size() as i64, "{name}");
     }
-    // Local operators on one rank alone are no disagreement.
+    // Local operators on only one rank are not a disagreement.
     let x = ones(world, (12, 2), 0)?;
     if world.rank() == 0 {
         let _ = x.exp()?.mul_scalar(7.0)?.sum_all()?;
@@ -133,7 +133,7 @@ fn assert_same_on_all_ranks(world: &World, text: &str) -> Result<()> {
 }
 
 /// Rank 1 loads an entry of a checkpoint in another layout than the other ranks: an error with the same text on every rank, before
-/// anything is read. Entries that only some ranks load are no disagreement. Collective.
+/// anything is read. Entries that only some ranks load are not a disagreement. Collective.
 pub fn layouts_to_load(world: &World, path: &Path) -> Result<()> {
     let (mesh, odd) = (world.mesh([("dp", world.size())])?, world.rank() == 1);
     let state = ["v", "w"].map(|key| -> Result<_> { Ok((key, ones(world, (12, 12), 0)?)) });

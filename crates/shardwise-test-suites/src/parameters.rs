@@ -130,7 +130,7 @@ pub fn full_values(params: &[Param]) -> Result<Vec<Vec<f64>>> {
     params.iter().map(|param| Ok(numbers(&param.get().full_tensor()?))).collect()
 }
 
-/// A mesh of this rank alone.
+/// A mesh of this rank only.
 pub fn single_rank_mesh(world: &World) -> Result<DeviceMesh> {
     world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
 }

@@ -1,4 +1,4 @@
-//! Tensors with known elements in every layout: integers that depend on the index alone, and operands of partial placements
+//! Tensors with known elements in every layout: integers that depend only on the index, and operands of partial placements
 //! that reduce to them exactly.
 
 use candle_core::{DType, Device, Tensor};

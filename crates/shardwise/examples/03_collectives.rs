@@ -12,7 +12,7 @@ fn main() -> Result<()> {
         let mine = Tensor::full(rank as f32, (rank, 2), &Device::Cpu)?;
         let all = world.all_gather(&mine, 0, &[0, 1, 2, 3])?;
 
-        // Reduces over one axis of a 2 x 2 mesh: the ranks that differ in that coordinate alone.
+        // Reduces over one axis of a 2 x 2 mesh: the ranks that differ in only that coordinate.
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let one = Tensor::new(&[rank as i64], &Device::Cpu)?;
         let over_dp = mesh.group(&["dp"])?.all_reduce(&one, ReduceOp::Sum)?;

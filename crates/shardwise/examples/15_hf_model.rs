@@ -50,7 +50,7 @@ fn main() -> Result<()> {
             println!("\n{} tokens, {:.0} per second", stats.new_tokens, stats.tokens_per_second());
         }
 
-        // Sampling depends on the seed alone, not on the mesh or on other prompts of a batch.
+        // Sampling depends only on the seed, not on the mesh or on other prompts of a batch.
         let sampling = Sampling::new(0.8).top_k(40).seed(7).tokens(8);
         let texts = model.generate_batch(&[prompt.as_str(), "hello"], sampling)?.text()?;
         world.on_first_rank(|| {

@@ -24,7 +24,7 @@ fn main() -> Result<()> {
         let mesh = world.mesh([("tp", 3)])?;
         let model = models::load(&base, &mesh, TensorParallel::new("tp"))?;
 
-        // Adapters beside two projections of every layer; everything else is frozen.
+        // Adapters next to two projections of every layer; everything else is frozen.
         let lora = Lora { rank: 4, alpha: 8.0, ..Lora::default() };
         let targets = lora_targets(&model, &["q_proj", "v_proj"])?;
         lora.apply(&model, |path| targets.contains(path))?;
@@ -47,7 +47,7 @@ fn main() -> Result<()> {
         }
         assert!(last < first, "the loss falls: {first} to {last}");
 
-        // PEFT loads this directory beside the model.
+        // PEFT loads this directory next to the model.
         save_adapter(&world, &adapter, &model, &lora, &base.to_string_lossy())?;
 
         // Another program: the model, the adapter, one set of weights.

@@ -1,4 +1,4 @@
-//! The most common tasks, beside the same in PyTorch.
+//! The most common tasks, next to the same in PyTorch.
 //!
 //! Each section has PyTorch's code first and ours after it. All of ours is compiled and run by the tests, on 4 ranks; what a
 //! section needs from the ones before it (`world`, a `mesh` of `dp=2` and `tp=2`, a model, tensors) is left out on both sides, and so are

@@ -50,7 +50,7 @@ pub(crate) fn in_scope<S, R>(
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
-    /// Outside of the other two: the forward pass, and everything that is no part of a training step.
+    /// Outside of the other two: the forward pass, and everything that is not part of a training step.
     #[default]
     Forward,
     /// Inside a backward pass, or while gradients are brought into the layouts of their parameters.
@@ -113,7 +113,7 @@ pub(crate) struct RankContext {
     pub(crate) is_in_gradient: Cell<bool>,
     /// Tensors that were recorded before the call of this number are constants: `autograd::jvp`.
     pub(crate) constants_before: Cell<u64>,
-    /// Whether gradients are recorded as functions of the gradients that arrive alone, of which they are linear: `autograd::jvp`.
+    /// Whether gradients are recorded as functions of only the gradients that arrive, of which they are linear: `autograd::jvp`.
     pub(crate) is_linearizing: Cell<bool>,
     /// Whether backward passes leave the gradients of sharded leaves as partial sums: `autograd`.
     pub(crate) is_reduction_deferred: Cell<bool>,

@@ -230,7 +230,7 @@ fn a_failure_of_any_rank_in_any_stage_is_the_error_of_all_and_loses_nothing() {
             all_ok(load(path.clone()));
             let catalog = checkpoint::open(&path).unwrap();
             assert_eq!(catalog.value("counter.count").unwrap(), Value::Int(1), "{stage:?}: the old one stays");
-            assert_eq!(fs::read_dir(&root).unwrap().count(), 1, "{stage:?}: nothing is left beside it");
+            assert_eq!(fs::read_dir(&root).unwrap().count(), 1, "{stage:?}: nothing is left next to it");
         }
     }
     // The coordinator waits for the files of other ranks as long as the options say: here it stops while rank 1 still writes.
@@ -252,7 +252,7 @@ fn a_failure_of_any_rank_in_any_stage_is_the_error_of_all_and_loses_nothing() {
     assert!(found.iter().all(|error| error.as_ref().is_some_and(|error| error.contains("rank 1"))), "{found:?}");
     STAGE.store(Stage::Never as usize, SeqCst);
     assert_eq!(checkpoint::open(&path).unwrap().value("counter.count").unwrap(), Value::Int(1), "the old one stays");
-    // One process alone.
+    // Only one process.
     for stage in [Stage::Write, Stage::Finish] {
         FAILING.store(0, SeqCst);
         STAGE.store(stage as usize, SeqCst);

@@ -68,7 +68,7 @@ impl Forward for Mixer {
     }
 }
 
-/// A vector per text: what stands beside each other, attention, and a mixer.
+/// A vector per text: what stands next to each other, attention, and a mixer.
 #[derive(Module)]
 struct Tower {
     tokens: Embedding,

@@ -278,7 +278,7 @@ fn a_result_that_is_not_differentiable_is_a_constant_and_its_gradient_an_error()
                 assert!(!counts.has_gradient());
                 let error = counts.sum_all()?.backward().unwrap_err().to_string();
                 assert!(error.contains("depends on no leaf"), "{error}");
-                // Beside something that is differentiable it is a factor.
+                // Together with something that is differentiable it is a factor.
                 let gradients = (x.sum(&[1], false)? * counts)?.sum_all()?.backward()?;
                 let rows = numbers(&gradients.get(&x)?.full_tensor()?)?;
                 assert_eq!(rows, expected.iter().flat_map(|n| [*n; 4]).collect::<Vec<_>>(), "{placement}");

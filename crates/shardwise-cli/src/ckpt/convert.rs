@@ -9,7 +9,7 @@ use shardwise::checkpoint::{self, Conversion, ConvertOptions};
 
 use super::progress::byte_bar;
 
-/// How many keys of left-out values the report lists: an optimizer's settings alone can be dozens.
+/// How many keys of left-out values the report lists: the settings of an optimizer can be dozens.
 const LISTED: usize = 8;
 /// Width of the report in columns.
 const COLUMNS: usize = 80;

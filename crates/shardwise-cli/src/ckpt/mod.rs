@@ -145,7 +145,7 @@ enum CkptCommand {
         #[command(flatten)]
         write: WriteOptions,
     },
-    /// Check from the metadata alone whether a load would succeed, and what each rank would read and allocate
+    /// Check only from the metadata whether a load would succeed, and what each rank would read and allocate
     #[command(after_help = DRY_LOAD_EXAMPLES)]
     DryLoad {
         /// Directory or file of the checkpoint

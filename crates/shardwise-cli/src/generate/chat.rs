@@ -23,7 +23,7 @@ pub(super) fn talk(
     let mut session = world.all_ok(ChatSession::new(model, &job.source.tokenizer))?;
     session.messages().is_empty().then(|| system.map(|text| session.add(Message::new("system", text))));
     let first = world.rank() == 0;
-    // Prompts are for people; a pipe gets answers alone.
+    // Prompts are for people; a pipe gets only answers.
     let asks = first && std::io::stdin().is_terminal();
     while let Some(text) = next_line(world, asks)? {
         if text.trim().is_empty() {

@@ -174,7 +174,7 @@ impl PlannedStep {
             }
             .model_config(self.vocab),
             None if self.size.is_some() || sizes.iter().any(Option::is_some) => {
-                let found = format!("an option for the sizes of a model beside {}", self.model);
+                let found = format!("an option for the sizes of a model together with {}", self.model);
                 let fix = "leave --size and the sizes out";
                 return Err(ErrorKind::Argument.error("model", found, "the sizes of its config.json", fix));
             }

@@ -14,7 +14,7 @@ const BOTTOM: f64 = 50.0;
 /// The most points of a line of step times: about one per pixel.
 const TIME_POINTS: usize = 700;
 
-/// The most ranks with a name: there is no room for more beside the title of the times.
+/// The most ranks with a name: there is no room for more next to the title of the times.
 const RANK_NAMES: usize = 10;
 
 /// What is drawn. Losses are (number of steps, loss).

@@ -150,7 +150,7 @@ impl TokenizedText {
         Err(ErrorKind::Data.error("data", found, needed, "use a longer text or shorter sequences"))
     }
 
-    /// The loss in nats per token of predicting by token frequency alone.
+    /// The loss in nats per token of predicting only by token frequency.
     pub(crate) fn unigram_entropy(&self) -> f64 {
         let mut counts = vec![0u64; self.vocabulary()];
         self.training.targets().for_each(|token| counts[token as usize] += 1);

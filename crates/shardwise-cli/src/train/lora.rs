@@ -19,7 +19,7 @@ pub(crate) struct LoraSettings {
 }
 
 impl LoraSettings {
-    /// Puts the adapters beside their layers and freezes everything else. All ranks must call it.
+    /// Puts the adapters next to their layers and freezes everything else. All ranks must call it.
     pub(crate) fn apply(&self, model: &dyn Model) -> Result<()> {
         let targets = lora_targets(model, &self.targets)?;
         self.lora.apply(model, |path| targets.contains(path)).map(drop)

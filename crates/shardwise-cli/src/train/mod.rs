@@ -119,7 +119,7 @@ pub(crate) fn run(options: TrainOptions) -> Result<()> {
         .launch(prepared.job.mesh.size(), move |world| train_on_rank(&world, &prepared))
         .inspect_err(|error| match HAS_BEGUN.load(Relaxed) || is_missing_rank(error) {
             true => tell_dumps(&dumps),
-            // A mistake in the options is no failure to look into.
+            // A mistake in the options is not a failure to look into.
             false => drop(std::fs::remove_dir_all(&dumps)),
         })?;
     if processes::is_first() {
@@ -258,7 +258,7 @@ fn print_summary(summary: &RunSummary, report: Option<&CommReport>, json: bool) 
         None => writeln!(out, "loss           none: nothing left to train; raise --steps")?,
     }
     writeln!(out, "held-out loss  {:.3}, perplexity {:.2}", summary.held_out_loss, summary.held_out_loss.exp())?;
-    writeln!(out, "unigram loss   {:.3} (predicting by token frequency alone)", summary.unigram_entropy)?;
+    writeln!(out, "unigram loss   {:.3} (predicting only by token frequency)", summary.unigram_entropy)?;
     writeln!(out, "output         {}", summary.model.display())?;
     writeln!(out, "checkpoint     {}", summary.checkpoint.display())?;
     if let Some(adapter) = &summary.adapter {

@@ -20,7 +20,7 @@ use super::view::LiveView;
 /// The view on standard error, the log, the events and the loss history. Exists on rank 0 only.
 pub(super) struct Progress {
     steps: u64,
-    /// None if standard error is no terminal, or lines were asked for.
+    /// None if standard error is not a terminal, or lines were asked for.
     view: RefCell<Option<LiveView>>,
     log: RefCell<Option<(PathBuf, BufWriter<File>)>>,
     events: RefCell<Option<EventFile>>,

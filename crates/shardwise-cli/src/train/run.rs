@@ -41,7 +41,7 @@ pub(super) struct RunSummary {
     pub(super) loss: Option<f64>,
     /// On held-out text.
     pub(super) held_out_loss: f64,
-    /// Loss of predicting by token frequency alone.
+    /// Loss of predicting only by token frequency.
     pub(super) unigram_entropy: f64,
     pub(super) tokens_per_s: f64,
     /// Fraction of the time that rank 0 spent in collectives, waiting included.
@@ -75,7 +75,7 @@ pub(super) struct PreparedRun {
     pub(super) outputs: RunOutputs,
 }
 
-/// What a run shows and writes beside its checkpoints.
+/// What a run shows and writes in addition to its checkpoints.
 pub(super) struct RunOutputs {
     /// The page of `--report`.
     pub(super) page: Option<PathBuf>,

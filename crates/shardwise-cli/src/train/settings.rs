@@ -309,13 +309,13 @@ impl TrainSettings {
     pub(crate) fn tokens(&self, saved: Option<TextFiles>) -> Result<TokenizedText> {
         let files = match (&self.init, &self.tokenizer) {
             (Some(_), Some(tokenizer)) => {
-                let found = format!("{} beside --init", tokenizer.display());
+                let found = format!("{} together with --init", tokenizer.display());
                 let needed = "the tokenizer that the model was trained with";
                 return Err(ErrorKind::Argument.error("--tokenizer", found, needed, "leave one of the options out"));
             }
             (Some(init), None) => match saved {
                 Some(files) => files,
-                // What is no model has no tokenizer either, and that it is no model is what matters.
+                // What is not a model has no tokenizer either, and that it is not a model is what matters.
                 None => PretrainedConfig::read(init).and_then(|_| load_text_files(init))?,
             },
             (None, Some(path)) => tokenizer_file(path)?,
@@ -487,7 +487,7 @@ impl TrainSettings {
         let sizes = [self.layers, self.d_model, self.heads, self.kv_heads, self.d_ff];
         if self.model.is_some() || self.size.is_some() || self.tied_head.is_some() || sizes.iter().any(Option::is_some)
         {
-            let found = "an option for the sizes of a model beside --init";
+            let found = "an option for the sizes of a model together with --init";
             let needed = "the sizes of the model in its config.json";
             return Err(ErrorKind::Argument.error("--init", found, needed, "leave --model, --size and the sizes out"));
         }

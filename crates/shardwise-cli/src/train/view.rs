@@ -193,7 +193,7 @@ impl ViewState {
     }
 }
 
-/// Width of the labels beside the curve.
+/// Width of the labels next to the curve.
 const LABEL: usize = 8;
 
 /// The curve in dots of braille characters, two by four per character, with labels of the largest and the smallest loss.

@@ -109,7 +109,7 @@ fn wrong_options_are_refused_before_anything_is_written() {
         fails(&[&["train", "--out", &out, "--mesh", "tp=2"], &SHORT[..], more].concat(), parts);
         assert!(!std::path::Path::new(&out).exists());
     };
-    train(&["--init", &base, "--layers", "2"], &["sizes of a model beside --init"]);
+    train(&["--init", &base, "--layers", "2"], &["sizes of a model together with --init"]);
     train(&["--init", "nowhere"], &["nowhere"]);
     train(&["--init", &base, "--length", "1000000"], &["1000000", "positions of the model"]);
     train(&["--lora", "rank=2"], &["--lora", "--init"]);

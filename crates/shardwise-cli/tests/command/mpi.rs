@@ -321,7 +321,7 @@ fn a_failure_of_all_processes_is_reported_once() {
         .end()
         .failed_with(&["SHARDWISE_DEADLINE=soon"]);
     assert!(!Path::new(&out).exists());
-    // found by rank 0 alone, while the other ranks wait
+    // found only by rank 0, while the other ranks wait
     on(&place, 2, &[&more[..], &["--log", &place.at("no/such/log")]].concat())
         .failed_with(&["invalid log", "no/such/log"]);
     let taken = place.file("taken", "");

@@ -92,7 +92,7 @@ fn a_search_tries_every_mesh_whatever_the_heads() {
     let meshes: std::collections::BTreeSet<&str> = rows.iter().map(|(mesh, _)| mesh.as_str()).collect();
     assert_eq!(meshes.into_iter().collect::<Vec<_>>(), ["dp=2,tp=4", "dp=4,tp=2", "dp=8", "tp=8"]);
     assert!(rows.iter().all(|(_, fits)| *fits == Some(true)), "{rows:?}");
-    // 1.3 MB are enough for that mesh alone; meshes that do not fit come last.
+    // 1.3 MB are enough only for that mesh; meshes that do not fit come last.
     let rows = searched(&[qwen3, "--mesh", "tp=8", "--memory", "1300k"]);
     assert_eq!(rows[0], ("tp=8".to_string(), Some(true)), "{rows:?}");
     assert!(rows[1..].iter().all(|(_, fits)| *fits == Some(false)), "{rows:?}");

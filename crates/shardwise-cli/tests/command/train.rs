@@ -107,7 +107,7 @@ fn a_text_file_with_a_tokenizer_is_learned() {
     let text = place.file("text.txt", "one two three zwölf ".repeat(90));
     let words = ["one ", "two ", "three ", "zwölf "];
     let vocabulary: Vec<String> = words.iter().enumerate().map(|(i, word)| format!("\"{word}\": {i}")).collect();
-    // a word is a token, with the space behind it
+    // a word is a token, with the space after it
     let tokenizer = format!(
         r#"{{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
         "pre_tokenizer": {{"type": "Split", "pattern": {{"String": " "}}, "behavior": "MergedWithPrevious", "invert": false}},

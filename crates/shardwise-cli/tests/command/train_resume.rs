@@ -76,7 +76,7 @@ fn checkpoints_of_other_models_and_loss_of_later_checkpoints_are_refused() {
     fails(&["train", "--out", &out, "--keep", "0"], &["keep"]);
     fails(&["train", "--out", &place.at("new"), "--export-hf", &out], &["earlier export"]);
     assert!(!Path::new(&place.at("new")).join("checkpoints").exists());
-    assert!(!Path::new(&out).join("dump").exists(), "a mistake in the options is no failed run");
+    assert!(!Path::new(&out).join("dump").exists(), "a mistake in the options is not a failed run");
 
     // the last one counts, and there may be more steps than were planned
     let (summary, losses) = run(&place, "out", &["--resume", "--steps", "9", "--lr", "0.001"]);

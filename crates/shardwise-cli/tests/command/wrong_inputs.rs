@@ -71,12 +71,12 @@ fn a_line_that_is_no_document_is_described_by_its_fields() {
     let place = Place::new("lines");
     let out = place.at("out");
     for (line, part) in [
-        (r#"{"foo":1}"#, "an object with `foo` alone"),
+        (r#"{"foo":1}"#, "an object with only `foo`"),
         ("{}", "an object without fields"),
-        (r#"{"prompt":"a"}"#, "an object with `prompt` alone"),
+        (r#"{"prompt":"a"}"#, "an object with only `prompt`"),
         (r#"{"text":1}"#, "expected a string"),
-        ("[1]", "no JSON object"),
-        ("3", "no JSON object"),
+        ("[1]", "not a JSON object"),
+        ("3", "not a JSON object"),
     ] {
         let data = place.file("data.jsonl", format!("{{\"text\": \"fine\"}}\n{line}\n"));
         let names = ["untagged", "variant", "DocumentLine", "struct"];
@@ -125,7 +125,7 @@ fn quantized_weights_and_models_of_images_get_a_hint_that_helps() {
     let parts = ["quantized with gptq", "`quantization_config`", "GGUF"];
     error_of(&["generate", &quantized, "--prompt", "a"], &parts, &["set it to null"]);
     error_of(&["plan", &quantized, "--mesh", "dp=2"], &parts, &["set it to null"]);
-    for (kind, said) in [("gemma3_text", "of kind `gemma3_text`"), ("cohere2", "a model for text alone")] {
+    for (kind, said) in [("gemma3_text", "of kind `gemma3_text`"), ("cohere2", "a text-only model")] {
         let images = changed_model(&place, "llama_gqa", "config.json", |config| {
             *config = serde_json::json!({
                 "model_type": "gemma3",

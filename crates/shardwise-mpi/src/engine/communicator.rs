@@ -66,7 +66,7 @@ impl MpiCommunicator {
         };
         let rejected = self.launch.check_thread().err();
         // With the check, a rank that rejects its call still takes part in it, so that all ranks get the error. Without the
-        // check, this rank alone returns an error and no longer makes the same calls as the group.
+        // check, only this rank returns an error and no longer makes the same calls as the group.
         let size = self.group.ranks.len();
         let compares = size > 1 && (self.launch.check || matches!(call, Call::Agree { .. } | Call::Expose));
         if !compares {

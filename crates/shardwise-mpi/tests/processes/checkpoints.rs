@@ -19,7 +19,7 @@ fn numbers(salt: f64) -> Tensor {
     (all * salt).unwrap().sin().unwrap().to_dtype(DType::F32).unwrap().reshape(SHAPE).unwrap()
 }
 
-/// Tensors in the layouts of a world, and values beside them.
+/// Tensors in the layouts of a world, and values next to them.
 fn state(world: &World, filled: bool) -> Result<State> {
     let mesh = world.mesh([("all", world.size())])?;
     let spread = |salt: f64, placement: Placement| {

@@ -1,6 +1,6 @@
 //! The engine under `mpirun`: this program starts itself as 1 to 4 processes, once per case.
 //!
-//! Without a launcher it is the test runner; arguments that are no flags select tests by name. Under `mpirun` it is one
+//! Without a launcher it is the test runner; arguments that are not flags select tests by name. Under `mpirun` it is one
 //! of the ranks, and `SHARDWISE_CASE` says what to do. `MPIRUN` names another `mpirun` than the one on the path: it must
 //! belong to the library that this program is built with. `SHARDWISE_CROSS_MESH_CASES` (default 500),
 //! `SHARDWISE_PAIR_STRIDE` (default 1) and `SHARDWISE_SEED` are those of the redistribution suite, and

@@ -59,7 +59,7 @@ pub(crate) fn groups_side_by_side() {
 pub(crate) fn waiting_is_measured() {
     const BUSY: Duration = Duration::from_millis(300);
     on_all(&Settings::from_env().expect("good settings"), |world| {
-        // The first call of a group creates its communicator, which is no waiting.
+        // The first call of a group creates its communicator, which is not waiting.
         world.barrier()?;
         for elements in [1, 1 << 18] {
             let tensor = Tensor::zeros(elements, DType::F32, &Device::Cpu)?;

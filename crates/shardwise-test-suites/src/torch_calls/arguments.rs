@@ -133,14 +133,14 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// A tensor; a number becomes a replicated scalar tensor of PyTorch's default type, or of the type `beside` it.
-    pub fn as_tensor(&self, name: &str, beside: &DTensor) -> Result<DTensor> {
+    /// A tensor; a number becomes a replicated scalar tensor of PyTorch's default type, or the type of `other`.
+    pub fn as_tensor(&self, name: &str, other: &DTensor) -> Result<DTensor> {
         match self.operand(name)? {
             OperandArgument::Tensor(tensor) => Ok(tensor),
             OperandArgument::Number(number) => {
                 let dtype = match number {
-                    Number::Real(_) if !beside.dtype().is_float() => DType::F32,
-                    _ => beside.dtype(),
+                    Number::Real(_) if !other.dtype().is_float() => DType::F32,
+                    _ => other.dtype(),
                 };
                 DTensor::full(number, ((), dtype), self.mesh, self.replicated())
             }
@@ -257,7 +257,7 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// A tensor in which PyTorch's bool has become i64, as beside an integer.
+    /// A tensor in which PyTorch's bool has become i64, as with an integer.
     pub fn tensor_beyond_bool(&self, name: &str) -> Result<DTensor> {
         let x = self.tensor(name)?;
         if self.is_bool(name) { x.to_dtype(DType::I64) } else { Ok(x) }

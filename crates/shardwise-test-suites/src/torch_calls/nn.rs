@@ -69,7 +69,7 @@ calls! {
     "nn.functional.feature_alpha_dropout(input, p=0.5, training=False, inplace=False)" => |a|
         a.tensor("input")?.feature_alpha_dropout(a.float("p")?, a.flag("training"));
 
-    // Normalizations. Running statistics are those of a module; the operators return the result alone.
+    // Normalizations. Running statistics are those of a module; the operators return only the result.
     "nn.functional.rms_norm(input, normalized_shape, weight=None, eps=None)" => |a| {
         let x = a.tensor("input")?;
         let eps = a.optional_float("eps").unwrap_or(if x.dtype() == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) });

@@ -218,7 +218,7 @@ fn both_bool(a: &Arguments<'_>) -> bool {
     a.is_bool("input") && a.is_bool("other")
 }
 
-/// The first operand. A bool beside a number that is not one becomes i64 first, as PyTorch promotes it.
+/// The first operand. A bool together with a number that is not one becomes i64 first, as PyTorch promotes it.
 fn left(a: &Arguments<'_>) -> Result<DTensor> {
     if !a.is_tensor("input") {
         return match a.operand("other")? {

@@ -52,7 +52,7 @@ calls! {
     "special.zeta(input, other)" => |a| a.as_tensor("input", &other(a)?)?.special_zeta(a.operand("other")?.operand());
 }
 
-/// The tensor among the arguments of a polynomial, for the type of a number beside it.
+/// The tensor among the arguments of a polynomial, for the type of a number that goes with it.
 fn beside(a: &Arguments<'_>) -> Result<DTensor> {
     if a.is_tensor("x") { a.tensor("x") } else { a.tensor("n") }
 }

@@ -180,7 +180,7 @@ fn check_readable(source: &Catalog, options: &ConvertOptions) -> Result<()> {
     Err(ErrorKind::Damaged.error("checkpoint to convert", found, needed, fix))
 }
 
-/// The checkpoint to convert, and the files to write beside its tensors. A GGUF file becomes a Hugging Face directory with the
+/// The checkpoint to convert, and the files to write next to its tensors. A GGUF file becomes a Hugging Face directory with the
 /// names, the configuration and the tokenizer of one.
 fn as_source(opened: Catalog, options: &ConvertOptions) -> Result<(Catalog, Vec<(&'static str, String)>)> {
     if opened.format != Format::Gguf || options.format != Format::HuggingFace {

@@ -184,7 +184,7 @@ fn commit(staged: &Path, target: &Path) -> Result<()> {
 
 /// Where the old contents of a target are while new ones replace them, and after a crash at that moment.
 pub(super) fn previous_path(target: &Path) -> PathBuf {
-    // Beside the directory that a link leads to. At that moment the link leads nowhere, but says where.
+    // Next to the directory that a link leads to. At that moment the link leads nowhere, but says where.
     match fs::read_link(target) {
         Ok(to) => sibling_path(&parent_of(target).join(to), PREVIOUS),
         Err(_) => sibling_path(target, PREVIOUS),
@@ -318,7 +318,7 @@ mod tests {
         std::os::unix::fs::symlink("disk/state", &link).unwrap();
         for content in ["one", "two"] {
             let staging = Staging::new(&link, 1).unwrap();
-            // beside the real directory, which may be on another disk than the link
+            // next to the real directory, which may be on another disk than the link
             assert!(staging.path().starts_with(disk.canonicalize().unwrap()), "{:?}", staging.path());
             fs::write(staging.path().join("x.safetensors"), content).unwrap();
             staging.commit().unwrap();

@@ -1,4 +1,4 @@
-//! Predicting a load from metadata alone.
+//! Predicting a load only from metadata.
 
 use std::collections::BTreeSet;
 

@@ -46,7 +46,7 @@ pub trait CheckpointFormat: Any + Send + Sync {
     /// directory in which every file is owned by some format is removed when a new checkpoint replaces it.
     fn owns(&self, name: &str) -> bool;
 
-    /// Whether a file without tensors is expected beside the checkpoint; [`verify`](super::verify) reports all other files.
+    /// Whether a file without tensors is expected next to the checkpoint; [`verify`](super::verify) reports all other files.
     fn belongs(&self, name: &str) -> bool {
         self.owns(name)
     }

@@ -135,7 +135,7 @@ impl CheckpointFormat for HuggingFace {
     }
 
     fn belongs(&self, name: &str) -> bool {
-        // Model repositories have tokenizers, configs and readmes beside these files.
+        // Model repositories have tokenizers, configs and readmes next to these files.
         !is_safetensors(name)
     }
 

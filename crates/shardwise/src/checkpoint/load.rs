@@ -239,7 +239,7 @@ fn agree_on_choices(world: &World, chosen: &ChosenLayouts<'_>, site: Site) -> Re
                     "layout to load",
                     format!("{found} on rank {a} and {layout} on rank {b} for entry {key}"),
                     "the same on all ranks",
-                    "choose it from the key and the shape alone",
+                    "choose it only from the key and the shape",
                 ));
             }
         }

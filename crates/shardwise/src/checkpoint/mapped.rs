@@ -24,7 +24,7 @@ pub(crate) struct MappedBox {
     pub(crate) sizes: Vec<usize>,
 }
 
-/// Bytes that are held beside a tensor while elements are converted or transposed.
+/// Bytes that are held next to a tensor while elements are converted or transposed.
 pub(crate) const MAPPED_BUFFER: usize = 16 << 20;
 
 /// Bytes of files that are read at a time: they are held as bytes, as elements and in the type of the tensor, which is up to
@@ -34,7 +34,7 @@ const PIECE: usize = MAPPED_BUFFER / 8;
 /// Reads a tensor from boxes that make it up. Local.
 ///
 /// A single box in the right order and type is read into the tensor directly; otherwise about [`MAPPED_BUFFER`] bytes are
-/// held beside the tensor, or one row if that is larger.
+/// held next to the tensor, or one row if that is larger.
 pub(crate) fn read_mapped(catalog: &Catalog, meta: TensorMeta, boxes: &[MappedBox]) -> Result<Tensor> {
     if meta.elem_count() == 0 {
         return Ok(placeholder(&meta)?);

@@ -553,7 +553,7 @@ fn with_own_shapes(mut state: State, optimizer: &ShardedOptimizer) -> Result<Sta
     for (name, _) in optimizer.params() {
         let Some(State::Map(tensors)) = params.get_mut(name) else { continue };
         for (kind, entry) in tensors {
-            // Master weights and moments; numbers are no tensors.
+            // Master weights and moments; numbers are not tensors.
             if let State::Tensor(tensor) = entry
                 && let Some(merged) = optimizer.merged_state(name, kind)?
             {

@@ -40,7 +40,7 @@ pub fn catch_panic<T>(rank: usize, program: impl FnOnce() -> Result<T>) -> Resul
     })
 }
 
-/// The failure of a rank as other ranks read it, behind `rank N `.
+/// The failure of a rank as other ranks read it, after `rank N `.
 pub fn failure_text(error: &Error) -> String {
     match error {
         Error::Panicked { message, .. } => format!("panicked: {message}"),

@@ -121,7 +121,7 @@ impl SpanRecorder {
     }
 }
 
-/// Runs `body` while spans and memory are recorded. The scope of an inner call records for itself alone.
+/// Runs `body` while spans and memory are recorded. The scope of an inner call records only for itself.
 pub(super) fn recorded<R>(body: impl FnOnce() -> R) -> (R, Duration, Vec<ProfileSpan>, Vec<MemoryEvent>) {
     let enter = |context: &RankContext| {
         let new = SpanRecorder { began: Some(Instant::now()), ..SpanRecorder::default() };

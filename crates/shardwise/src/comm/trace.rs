@@ -30,7 +30,7 @@ pub struct CommRecord {
     pub phase: Phase,
     /// Global ranks of the group.
     pub group: Arc<[usize]>,
-    /// The mesh axes that the group spans, as in `dp,tp`; `None` if it is no group of a mesh.
+    /// The mesh axes that the group spans, as in `dp,tp`; `None` if it is not a group of a mesh.
     pub axes: Option<Arc<str>>,
     /// The layouts before and after the redistribution that the call is a part of, if any.
     pub layouts: Option<(Layout, Layout)>,

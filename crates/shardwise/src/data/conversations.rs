@@ -55,7 +55,7 @@ impl LabeledTokens {
             let start = common_prefix(&before, &upto);
             let answer = upto[start..].trim_end();
             let ends = tokenizer.special().text("eos_token").is_some_and(|end| answer.ends_with(end));
-            // Line feeds behind the end token are written by the template, never by the model.
+            // Line feeds after the end token are written by the template, never by the model.
             answers.push(start..if ends { start + answer.len() } else { upto.len() });
         }
         if answers.is_empty() {
@@ -113,12 +113,12 @@ struct DocumentLine {
     text: Option<String>,
 }
 
-/// The fields of a line that is no document, as an error names them.
+/// The fields of a line that is not a document, as an error names them.
 fn fields_of(line: &str) -> String {
     let fields: serde_json::Map<String, serde_json::Value> = serde_json::from_str(line).unwrap_or_default();
     match fields.is_empty() {
         true => "an object without fields".to_string(),
-        false => format!("an object with {} alone", listed(fields.keys().map(|name| format!("`{name:.40}`")))),
+        false => format!("an object with only {}", listed(fields.keys().map(|name| format!("`{name:.40}`")))),
     }
 }
 
@@ -157,7 +157,7 @@ pub fn read_documents(path: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<V
             continue;
         }
         if !line.trim_start().starts_with('{') {
-            return Err(bad(i + 1, &"a line that is no JSON object"));
+            return Err(bad(i + 1, &"a line that is not a JSON object"));
         }
         let DocumentLine { messages, tools, prompt, completion, text } =
             serde_json::from_str(&line).map_err(|error| bad(i + 1, &error))?;

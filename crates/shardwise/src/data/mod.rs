@@ -64,7 +64,7 @@ impl<D: Dataset> Batches<D> {
         Ok(Batches { dataset, mesh: mesh.clone(), placements, order, batch: 1, position: 0 })
     }
 
-    /// Shuffles every epoch anew; the order depends on the seed alone.
+    /// Shuffles every epoch anew; the order depends only on the seed.
     pub fn shuffle(self, seed: u64) -> Self {
         Batches { order: self.order.shuffled(seed), ..self }
     }

@@ -41,7 +41,7 @@ impl SampleOrder {
         Ok(SampleOrder { samples: samples as u64, seed: None })
     }
 
-    /// Shuffles every epoch anew; the order depends on the seed alone.
+    /// Shuffles every epoch anew; the order depends only on the seed.
     pub fn shuffled(self, seed: u64) -> Self {
         SampleOrder { seed: Some(seed), ..self }
     }

@@ -14,7 +14,7 @@ pub enum Packing {
     /// Several documents per sequence, one after the other. No token is predicted from another document. Tokens see those of
     /// documents before theirs, unless the model gets positions ([`PackedSequences::with_positions`]).
     Packed,
-    /// One document per sequence, with padding behind it.
+    /// One document per sequence, with padding after it.
     OnePerSequence,
 }
 

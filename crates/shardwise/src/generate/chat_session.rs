@@ -128,7 +128,7 @@ impl<'a> ChatSession<'a> {
         let (stats, new) = (generation.stats(), generation.tokens(0).to_vec());
         drop(generation);
         if let Some((&last, seen)) = new.split_last().filter(|_| reason != Some(StopReason::StopText)) {
-            // Templates write the end token behind every answer.
+            // Templates write the end token after every answer.
             let unseen = (reason != Some(StopReason::EndToken)).then_some(last);
             self.cached = Some(CachedTurns { text: text + &answer, ids: [&ids[..], seen].concat(), unseen });
         }

@@ -8,7 +8,7 @@ use super::sampling::Sampling;
 use crate::error::{ErrorKind, Result};
 use crate::tensor::DTensor;
 
-/// What choosing the next token of a row depends on, beside its logits.
+/// What choosing the next token of a row depends on, apart from its logits.
 pub(super) struct RowHistory<'a> {
     /// Tokens of the row, without padding.
     pub(super) seen: &'a [u32],

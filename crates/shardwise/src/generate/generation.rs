@@ -153,7 +153,7 @@ impl<'a> Generation<'a> {
         &self.rows[row].seen[self.rows[row].prompt..]
     }
 
-    /// Generates all tokens and returns those of each row, with [`pad`](crate::text::SpecialTokens::pad) behind rows that ended
+    /// Generates all tokens and returns those of each row, with [`pad`](crate::text::SpecialTokens::pad) after rows that ended
     /// before the longest one, as transformers does. Collective.
     ///
     /// # Errors

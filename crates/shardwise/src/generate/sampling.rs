@@ -166,7 +166,7 @@ impl Sampling {
     /// Returns the tokens that may be sampled, with probabilities that add up to 1, most likely first.
     ///
     /// `candidates` are pairs of token and logit, after the penalty: all of them, or at least the [`top_k`](Self::top_k) best.
-    /// With greedy decoding the result is the most likely token alone; NaN counts as the least likely.
+    /// With greedy decoding the result is only the most likely token; NaN counts as the least likely.
     pub fn distribution(&self, mut candidates: Vec<(u32, f32)>) -> Vec<(u32, f64)> {
         let key = |logit: f32| if logit.is_nan() { f32::NEG_INFINITY } else { logit };
         let order = |a: &(u32, f32), b: &(u32, f32)| key(b.1).total_cmp(&key(a.1)).then(a.0.cmp(&b.0));
@@ -220,7 +220,7 @@ impl Sampling {
             left -= probability;
             left < 0.0
         });
-        // Rounding may leave a rest behind the last one.
+        // Rounding may leave a rest after the last one.
         chosen.or(distribution.last()).map(|&(id, _)| id)
     }
 }

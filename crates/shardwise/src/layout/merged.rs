@@ -127,7 +127,7 @@ impl MergedShape {
         let mut shards = 1;
         let mut crossing = false;
         let mut axes = Vec::new();
-        // Axes divide one after the other: behind one that crosses borders, all do.
+        // Axes divide one after the other: after one that crosses borders, all do.
         for &axis in stored.shard_order(0) {
             shards *= stored.mesh().shape()[axis];
             crossing |= !self.shape[0].is_multiple_of(shards) || stored.placements()[axis].chunk_dim().is_none();

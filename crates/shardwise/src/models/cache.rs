@@ -191,7 +191,7 @@ impl KvCache {
 }
 
 impl PositionBuffer {
-    /// Memory for tensors that are sharded as `like` is, over rows and heads alone.
+    /// Memory for tensors that are sharded as `like` is, over rows and heads only.
     fn new(like: &DTensor, room: usize) -> Result<Self> {
         let found = like.layout().reduced();
         let mut placements = found.placements().to_vec();

@@ -271,7 +271,7 @@ impl Encoder {
             (Pooling::Mean, None) => hidden.mean(&[1], false),
             (Pooling::Mean, Some(mask)) => {
                 let counts = mask.ne(0.0)?.to_dtype(DType::F32)?.unsqueeze(-1)?;
-                // A row of padding alone has the mean 0.
+                // A row of only padding has the mean 0.
                 hidden.mul(&counts)?.sum(&[1], false)?.div(&counts.sum(&[1], false)?.maximum(1e-9)?)
             }
         }

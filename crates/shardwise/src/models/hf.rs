@@ -144,7 +144,7 @@ pub fn check_export(path: impl AsRef<Path>) -> Result<()> {
     Ok(())
 }
 
-/// Names of the files of an export beside those of the weights.
+/// Names of the files of an export next to those of the weights.
 fn beside_weights() -> impl Iterator<Item = &'static str> {
     std::iter::once("config.json").chain(TextFiles::NAMES)
 }

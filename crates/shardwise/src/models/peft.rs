@@ -85,7 +85,7 @@ struct StoredAdapter {
     b: Tensor,
 }
 
-/// Writes the adapters of a model in the form of PEFT, which loads them beside the model that `base` names.
+/// Writes the adapters of a model in the form of PEFT, which loads them next to the model that `base` names.
 ///
 /// Layers that files join, such as the query, key and value projections of GPT-2, become one adapter of as many times the rank,
 /// with zeros where they do not mix (`rank_pattern`).
@@ -201,7 +201,7 @@ fn adapter_config(
     left: &BTreeSet<String>,
 ) -> Value {
     let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_string();
-    // PEFT adapts every module whose name ends with a target: the last part alone would reach modules without an adapter.
+    // PEFT adapts every module whose name ends with a target: the last part by itself would reach modules without an adapter.
     let taken: BTreeSet<String> = left.iter().map(|module| last(module)).collect();
     let target =
         |s: &StoredAdapter| Some(last(&s.module)).filter(|end| !taken.contains(end)).unwrap_or(s.module.clone());
@@ -234,7 +234,7 @@ fn number(value: f64) -> Value {
     if value.fract() == 0.0 && value.abs() < 1e15 { json!(value as i64) } else { json!(value) }
 }
 
-/// Puts the adapters of a PEFT directory beside the layers of a model, freezes everything else, and returns their settings.
+/// Puts the adapters of a PEFT directory next to the layers of a model, freezes everything else, and returns their settings.
 ///
 /// An adapter of a tensor that holds several layers, such as the joined projections of GPT-2, becomes one per layer with the same
 /// `A`. Adapters of other scales than the first have them multiplied into `B`.

@@ -91,7 +91,7 @@ impl ParallelismConfig {
         let bad = |found: String, needed: &str, fix: &str| Err(ErrorKind::Mesh.error("mesh", found, needed, fix));
         if !self.tensor_parallel && tp > 1 {
             let found = format!("mesh {mesh} with a plan that leaves axis `tp` idle");
-            return bad(found, "axis `dp` alone", "use a plan with tp, or rename the axis to dp");
+            return bad(found, "only axis `dp`", "use a plan with tp, or rename the axis to dp");
         }
         if self.tensor_parallel && mesh.axis("tp").is_err() {
             let found = format!("mesh {mesh} with a plan for tensor parallelism");
@@ -111,7 +111,7 @@ impl ParallelismConfig {
 
 /// Searches for the plan under which a training step takes the least time, among plans that fit into the memory limit.
 ///
-/// Local: the candidates run in dry runs, without data and without other ranks. The result depends on the arguments alone,
+/// Local: the candidates run in dry runs, without data and without other ranks. The result depends only on the arguments,
 /// so that ranks that pass the same ones get the same plan.
 ///
 /// ```

@@ -18,7 +18,7 @@ const SETTINGS: &str = "1_Pooling/config.json";
 /// a GGUF file from its metadata; `None` if nothing says so. Local.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] if the model uses another pooling than [`Pooling`] has; [`ErrorKind::Path`] if the file is no JSON.
+/// [`ErrorKind::Unsupported`] if the model uses another pooling than [`Pooling`] has; [`ErrorKind::Path`] if the file is not JSON.
 ///
 /// ```no_run
 /// use shardwise::models::{Pooling, load_pooling};

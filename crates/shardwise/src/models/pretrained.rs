@@ -370,7 +370,7 @@ impl PretrainedModel {
     /// the whole sequence.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the positions have another shape than the ids, or are no integers.
+    /// [`Error::Invalid`] if the positions have another shape than the ids, or are not integers.
     #[doc(alias = "position_ids")]
     #[track_caller]
     pub fn forward_documents(&self, ids: &DTensor, positions: &DTensor) -> Result<DTensor> {

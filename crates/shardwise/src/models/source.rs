@@ -40,14 +40,14 @@ pub fn load_tokenizer(path: impl AsRef<Path>) -> Result<Tokenizer> {
 /// Reads the files of a model directory that concern text, or their contents in a GGUF file. Local.
 ///
 /// # Errors
-/// [`ErrorKind::Path`] if the directory does not exist or has no `tokenizer.json`; [`ErrorKind::Damaged`] if a file is no JSON.
+/// [`ErrorKind::Path`] if the directory does not exist or has no `tokenizer.json`; [`ErrorKind::Damaged`] if a file is not JSON.
 pub fn load_text_files(path: impl AsRef<Path>) -> Result<TextFiles> {
     let path = path.as_ref();
     let Some(file) = gguf_file(path) else {
         // Otherwise the tokenizer would be what is missing.
         if !path.is_dir() {
             let found = match path.exists() {
-                true => format!("{}, a file that is no GGUF file", path.display()),
+                true => format!("{}, a file that is not a GGUF file", path.display()),
                 false => format!("no such file or directory: {}", path.display()),
             };
             let needed = "a model directory with a config.json, or a GGUF file";

@@ -248,7 +248,7 @@ fn in_blocks(layout: &Layout, block: BlockType) -> Result<Layout> {
     Layout::from_shard_orders(layout.mesh(), &shape, &placements, &orders)
 }
 
-/// The layout of matrices of which rows are sharded in groups of `group` alone.
+/// The layout of matrices of which rows are sharded only in groups of `group`.
 fn in_whole_rows(layout: &Layout, group: usize) -> Result<Layout> {
     let Some(dim) = layout.shape().len().checked_sub(2).filter(|_| group > 1) else { return Ok(layout.clone()) };
     let placements = layout.placements().iter().enumerate().map(|(axis, placement)| {

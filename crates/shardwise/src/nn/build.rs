@@ -97,7 +97,7 @@ impl Builder {
 
     /// Sets the layouts of parameters and buffers, by dotted path and shape.
     ///
-    /// For what placements alone do not determine: the order in which several mesh axes shard one dimension. A layout for the
+    /// For what placements do not determine by themselves: the order in which several mesh axes shard one dimension. A layout for the
     /// shape with leading dimensions merged stores a parameter so ([`Param::merge_dims`]).
     pub fn laid_out(mut self, layout_of: impl Fn(&str, &[usize]) -> Result<Layout> + Send + Sync + 'static) -> Self {
         self.layout_of = Arc::new(layout_of);

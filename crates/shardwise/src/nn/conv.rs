@@ -106,7 +106,7 @@ macro_rules! conv_layer {
         impl $name {
             /// Builds the layer, with PyTorch's initializer: uniform within `1 / sqrt(fan_in)`.
             ///
-            /// Sizes that do not fit each other, such as channels that are no multiple of the groups, are an error of the
+            /// Sizes that do not fit each other, such as channels that are not a multiple of the groups, are an error of the
             /// first forward pass.
             ///
             /// # Errors
@@ -161,7 +161,7 @@ macro_rules! transposed_convolutions {
         conv_options!(
             $name,
             $options,
-            /// Elements added behind; less than the stride or the dilation, 0 by default.
+            /// Elements added at the end; less than the stride or the dilation, 0 by default.
             output_padding
         );
         conv_layer! {

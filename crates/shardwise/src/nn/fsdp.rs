@@ -88,7 +88,7 @@ pub trait FsdpModule: Module {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if a type is no floating-point type, or `output_dtype` is set for a module without
+    /// [`Error::Invalid`](crate::Error::Invalid) if a type is not a floating-point type, or `output_dtype` is set for a module without
     /// [`Hooks`](super::Hooks), which convert outputs.
     #[doc(alias = "mp_policy")]
     fn set_mixed_precision(&self, policy: Option<MixedPrecision>) -> Result<()> {

@@ -71,7 +71,7 @@ pub struct Heads {
 pub struct PlanHints {
     /// Linear layers that tensor parallelism shards by columns (output features).
     pub columns: Vec<String>,
-    /// Linear layers behind them, which tensor parallelism shards by rows (input features).
+    /// Linear layers after them, which tensor parallelism shards by rows (input features).
     pub rows: Vec<String>,
     /// Modules whose input has the batch as its first dimension. Fully sharded plans redistribute it to `Shard(0)` over the
     /// batch axis, since a lookup in a sharded embedding may return the rows of the whole batch.

@@ -1,4 +1,4 @@
-//! Low-rank adapters (LoRA): trainable matrices of low rank beside frozen linear layers.
+//! Low-rank adapters (LoRA): trainable matrices of low rank next to frozen linear layers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::tensor::{DTensor, no_grad};
 
 /// Settings of low-rank adapters, with the defaults of the PEFT library.
 ///
-/// [`apply`](Self::apply) puts an adapter beside linear layers and freezes everything else; [`merge`](Self::merge) adds the
+/// [`apply`](Self::apply) puts an adapter next to linear layers and freezes everything else; [`merge`](Self::merge) adds the
 /// trained adapters to the weights.
 ///
 /// ```
@@ -68,10 +68,10 @@ impl Lora {
         self.alpha / self.rank as f64
     }
 
-    /// Puts an adapter beside every linear layer whose path `is_target` accepts, and freezes all parameters but those of adapters. Returns
+    /// Puts an adapter next to every linear layer whose path `is_target` accepts, and freezes all parameters but those of adapters. Returns
     /// the paths of the layers with an adapter.
     ///
-    /// The layers keep their weights and hooks; paths of parameters stay the same, with `lora_a` and `lora_b` beside `weight`.
+    /// The layers keep their weights and hooks; paths of parameters stay the same, with `lora_a` and `lora_b` next to `weight`.
     /// `lora_a` is random and `lora_b` zero, so that outputs are unchanged at first. The adapter of a sharded weight is sharded
     /// with it: on its columns `lora_a`, on its rows `lora_b`; no operator communicates more than before, except for
     /// `rank` features per row where a weight is sharded on its columns.

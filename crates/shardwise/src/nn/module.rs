@@ -82,7 +82,7 @@ pub trait Module {
         all
     }
 
-    /// Returns the texts of the module's state that are no tensors, with their dotted paths.
+    /// Returns the texts of the module's state that are not tensors, with their dotted paths.
     #[doc(alias = "get_extra_state")]
     fn named_extra_states(&self) -> Vec<(String, ExtraState)> {
         let mut all = Vec::new();
@@ -349,7 +349,7 @@ impl Buffer {
     }
 }
 
-/// A text of a module's state that is no tensor, such as a counter or JSON; a field of the module. Clones share one value.
+/// A text of a module's state that is not a tensor, such as a counter or JSON; a field of the module. Clones share one value.
 ///
 /// PyTorch's `get_extra_state` and `set_extra_state`. Checkpoints of the module save and restore it under the path of the
 /// field; all ranks must set the same text.

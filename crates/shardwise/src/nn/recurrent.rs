@@ -96,7 +96,7 @@ impl RecurrentOptions {
         if fits {
             return Ok(());
         }
-        let needed = "at least one layer and hidden feature, a probability of dropout from 0 to 1, and in an LSTM alone a projection to fewer \
+        let needed = "at least one layer and hidden feature, a probability of dropout from 0 to 1, and only in an LSTM a projection to fewer \
                       features than the hidden ones";
         Err(ErrorKind::Argument.error("recurrent options", format!("{self:?}"), needed, "correct the options"))
     }

@@ -110,7 +110,7 @@ pub(crate) type OntoKernel<'a> = &'a dyn Fn(&Tensor, bool, &[Tensor], &KernelCon
 /// afterwards. Leaves it where the layout or the type of the output is another, or the pass is recorded. `halves`: whether
 /// the kernel adds half-precision numbers, too.
 ///
-/// Whether the sum is added depends on layouts and types alone, so it is the same on all ranks; whether it is in place does not change
+/// Whether the sum is added depends only on layouts and types, so it is the same on all ranks; whether it is in place does not change
 /// the result.
 pub(crate) fn dispatch_onto<O: Op>(
     op: &O,

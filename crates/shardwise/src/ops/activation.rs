@@ -180,7 +180,7 @@ impl DTensor {
         };
         let x = match eps {
             Some(_) => x,
-            // The slope outside of 0 to 1 is NaN, as the value is; the logarithm alone would give a number.
+            // The slope outside of 0 to 1 is NaN, as the value is; the logarithm by itself would give a number.
             None => {
                 let outside = x.detach().lt(0.0)?.logical_or(&x.detach().gt(1.0)?)?;
                 x.add(&outside.where_cond(f64::NAN, 0.0)?.to_dtype(x.dtype())?)?

@@ -256,7 +256,7 @@ impl DTensor {
         }
         let size = n + offset.unsigned_abs();
         let (rows, columns) = (offset.min(0).unsigned_abs(), offset.max(0) as usize);
-        // Each element in its row, zeros beside it: the rows are the elements, the columns a mask of the diagonal.
+        // Each element in its row, zeros next to it: the rows are the elements, the columns a mask of the diagonal.
         let wide = self.unsqueeze(-1)?.expand(&[signed(self.shape()), vec![n as isize]].concat())?;
         let square = wide.tril(0)?.triu(0)?;
         let border = [(columns, size - n - columns), (rows, size - n - rows)];
@@ -386,7 +386,7 @@ impl DTensor {
         product.reshape(&a.iter().zip(&b).map(|(a, b)| a * b).collect::<Vec<_>>())
     }
 
-    /// Returns the matrix with some matrices on its diagonal and zeros beside them; vectors are rows. Communicates as
+    /// Returns the matrix with some matrices on its diagonal and zeros next to them; vectors are rows. Communicates as
     /// [`cat`](Self::cat) does.
     #[track_caller]
     pub fn block_diag(tensors: &[&DTensor]) -> Result<DTensor> {

@@ -52,7 +52,7 @@ impl DTensor {
         let offset = offset.clamp(-FAR, FAR);
         let only = self.band("diagonal", offset, offset, 0.0)?;
         let [.., rows, columns] = *self.shape() else { unreachable!("checked by band") };
-        // Row i holds the element of column i + offset alone.
+        // Row i holds only the element of column i + offset.
         let first = offset.unsigned_abs() * usize::from(offset < 0);
         let (row, column) = (first.min(rows), (first as isize + offset).clamp(0, columns as isize) as usize);
         let len = (rows - row).min(columns - column);
@@ -60,7 +60,7 @@ impl DTensor {
         summed.to_dtype(self.dtype())
     }
 
-    /// Writes -inf where `column - row` is below `lower` or above `upper`; `None` is no bound.
+    /// Writes -inf where `column - row` is below `lower` or above `upper`; `None` is not a bound.
     #[track_caller]
     pub(super) fn attention_band(&self, lower: Option<isize>, upper: Option<isize>) -> Result<DTensor> {
         self.band("attention_mask", lower.unwrap_or(-FAR), upper.unwrap_or(FAR), f64::NEG_INFINITY)

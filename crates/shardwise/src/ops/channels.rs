@@ -13,7 +13,7 @@ impl DTensor {
     /// Communicates as [`reshape`](Self::reshape) does; nothing if leading dimensions are sharded.
     ///
     /// # Errors
-    /// If the channels are no multiple of the square of `upscale_factor`.
+    /// If the channels are not a multiple of the square of `upscale_factor`.
     #[track_caller]
     pub fn pixel_shuffle(&self, upscale_factor: usize) -> Result<DTensor> {
         const NAME: &str = "pixel_shuffle";
@@ -36,7 +36,7 @@ impl DTensor {
     /// Communicates as [`reshape`](Self::reshape) does; nothing if leading dimensions are sharded.
     ///
     /// # Errors
-    /// If height or width are no multiple of `downscale_factor`.
+    /// If height or width are not a multiple of `downscale_factor`.
     #[track_caller]
     pub fn pixel_unshuffle(&self, downscale_factor: usize) -> Result<DTensor> {
         const NAME: &str = "pixel_unshuffle";
@@ -55,7 +55,7 @@ impl DTensor {
     /// Communicates as [`reshape`](Self::reshape) does; nothing if other dimensions are sharded.
     ///
     /// # Errors
-    /// If the channels are no multiple of `groups`.
+    /// If the channels are not a multiple of `groups`.
     #[track_caller]
     pub fn channel_shuffle(&self, groups: usize) -> Result<DTensor> {
         const NAME: &str = "channel_shuffle";

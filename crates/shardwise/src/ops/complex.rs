@@ -50,7 +50,7 @@ impl DTensor {
     /// Local and without a copy, unless that dimension is sharded: then it is redistributed, which is collective.
     ///
     /// # Errors
-    /// If the last dimension does not have two elements, or the type is no floating-point type.
+    /// If the last dimension does not have two elements, or the type is not a floating-point type.
     #[track_caller]
     pub fn view_as_complex(&self) -> Result<ComplexTensor> {
         if self.shape().last() != Some(&2) || !self.dtype().is_float() || self.dtype() == DType::F8E4M3 {

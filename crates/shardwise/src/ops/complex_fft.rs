@@ -13,7 +13,7 @@ use crate::tensor::DTensor;
 
 impl DTensor {
     /// Returns the Fourier transform of a real signal along a dimension: the `n / 2 + 1` frequencies that are not negative. Of the signal
-    /// the first `n` elements count, with zeros behind it if it is shorter; `None` is its size.
+    /// the first `n` elements count, with zeros after it if it is shorter; `None` is its size.
     ///
     /// Communicates as [`matmul`](Self::matmul) with a replicated matrix does: along a sharded dimension the result is `Partial(Sum)`.
     ///
@@ -51,7 +51,7 @@ impl DTensor {
 }
 
 impl ComplexTensor {
-    /// Returns the Fourier transform along a dimension, with `n` points: the first `n` elements count, with zeros behind them if there
+    /// Returns the Fourier transform along a dimension, with `n` points: the first `n` elements count, with zeros after them if there
     /// are fewer; `None` is the size.
     ///
     /// Communicates as [`matmul`](Self::matmul) with a replicated matrix does: along a sharded dimension the result is `Partial(Sum)`.

@@ -106,7 +106,7 @@ pub(super) type OperandGradientFn = fn(&DTensor, &DTensor, &DTensor) -> Result<D
 /// How the gradient with respect to one operand of a function of two tensors is computed.
 #[derive(Clone, Copy)]
 pub(super) enum OperandGradient {
-    /// From the gradient of the result alone.
+    /// Only from the gradient of the result.
     GradientOnly(fn(&DTensor) -> Result<DTensor>),
     /// From a formula that is linear in each operand it uses, so that partial operands can be used unreduced.
     LinearInOperands(OperandGradientFn),

@@ -1,4 +1,4 @@
-//! Dropout. The mask depends on the global position of an element alone, so every layout drops the same elements.
+//! Dropout. The mask depends only on the global position of an element, so every layout drops the same elements.
 
 use std::panic::Location;
 

@@ -384,7 +384,7 @@ impl Einsum {
     }
 
     /// Whether the result holds sums in f32 of products of two half-precision factors, which the kernel reads in their type. A
-    /// label that one factor alone would sum over first, since the other lacks it or broadcasts, needs wider factors.
+    /// label that only one factor would sum over first, since the other lacks it or broadcasts, needs wider factors.
     fn sums_f32(&self, inputs: &[Tensor], output: DType) -> bool {
         let ([a, b], [left, right]) = (inputs, &self.equation.inputs[..]) else { return false };
         if output != DType::F32 || a.dtype() != b.dtype() || !matches!(a.dtype(), DType::F16 | DType::BF16) {

@@ -15,7 +15,7 @@ impl DTensor {
     /// Communicates as [`index_add`](Self::index_add) does: nothing if images or channels are sharded.
     ///
     /// # Errors
-    /// If the rows are no multiple of the window, or the columns are not as many as windows fit.
+    /// If the rows are not a multiple of the window, or the columns are not as many as windows fit.
     #[doc(alias = "fold")]
     #[track_caller]
     pub fn col2im(
@@ -67,7 +67,7 @@ impl DTensor {
     }
 
     /// Pads the spatial dimensions with zeros, so that a convolution with windows of `kernel_size` in steps of 1 keeps their sizes; an odd
-    /// border is longer behind. PyTorch's `padding="same"`.
+    /// border is longer at the end. PyTorch's `padding="same"`.
     ///
     /// Communicates as [`pad`](Self::pad) does.
     #[doc(alias = "same")]

@@ -208,7 +208,7 @@ impl RowOp {
         let (eps, is_layer) = match self {
             RowOp::LayerNorm(eps) => (eps.0, true),
             RowOp::RmsNorm(eps) => (eps.0, false),
-            other => unreachable!("{other:?} is no norm"),
+            other => unreachable!("{other:?} is not a norm"),
         };
         let centred = if is_layer { x.sub(&x.mean(&[-1], true)?)? } else { x.clone() };
         let scale = centred.square()?.mean(&[-1], true)?.add_scalar(eps)?.rsqrt()?;
@@ -241,7 +241,7 @@ impl RowOpBackward {
                 first.chain([dweight, dbias]).collect()
             }
             RowOp::RmsNorm(eps) => first.chain(add_rms_norm_backward_rows(sum, x, weight, g, eps.0)?).collect(),
-            _ => unreachable!("a sum for norms alone"),
+            _ => unreachable!("a sum for norms only"),
         })
     }
 }

@@ -22,12 +22,12 @@ use shardwise_kernels::{concat, filled};
 const NAME: &str = "grouped_mm";
 
 /// The rows of every group times the matrix of the group. Inputs: rows `[rows, k]`, matrices `[groups, k, n]`, and the ends of the
-/// groups. Rows behind the last group have the result 0.
+/// groups. Rows after the last group have the result 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct RowGroups;
 
 /// A product per group, summed over its rows. Inputs: `[rows, m]`, `[rows, n]`, the ends of the groups, and a vector with an element
-/// per group, of which the layout alone matters: it shards the groups of the result `[groups, m, n]`.
+/// per group, of which only the layout matters: it shards the groups of the result `[groups, m, n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct SummedGroups;
 
@@ -39,8 +39,8 @@ impl DTensor {
     ///
     /// | this tensor | `other` | `offsets` divide | result |
     /// |---|---|---|---|
-    /// | `[m, k]` | `[groups, k, n]` | `m` | `[m, n]`, 0 in rows behind the last group |
-    /// | `[groups, m, k]` | `[k, n]` | `n` | `[m, n]`, 0 in columns behind the last group |
+    /// | `[m, k]` | `[groups, k, n]` | `m` | `[m, n]`, 0 in rows after the last group |
+    /// | `[groups, m, k]` | `[k, n]` | `n` | `[m, n]`, 0 in columns after the last group |
     /// | `[m, k]` | `[k, n]` | `k` | `[groups, m, n]` |
     /// | `[groups, m, k]` | `[groups, k, n]` | (none) | `[groups, m, n]` |
     ///
@@ -66,7 +66,7 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// If sizes do not fit, offsets are missing or not needed, are no integers, descend, or end outside of the dimension.
+    /// If sizes do not fit, offsets are missing or not needed, are not integers, descend, or end outside of the dimension.
     #[doc(alias = "_grouped_mm")]
     #[track_caller]
     pub fn grouped_mm(&self, other: &DTensor, offsets: Option<&DTensor>) -> Result<DTensor> {
@@ -105,7 +105,7 @@ fn summed_groups(a: &DTensor, b: &DTensor, offsets: &DTensor, groups: &DTensor) 
 }
 
 /// A vector with an element per matrix, sharded as the matrices are over the axes that shard neither of two other tensors: so that
-/// a rank computes the gradients of its own matrices alone.
+/// a rank computes only the gradients of its own matrices.
 #[track_caller]
 fn groups_like(matrices: &DTensor, others: [&DTensor; 2]) -> Result<DTensor> {
     let placement = |axis: usize| {
@@ -339,7 +339,7 @@ pub(super) const OPS: &[OpEntry] = &[OpEntry {
             (2, 2) => (2, a[1]),
             _ => return Ok(vec![x[0].grouped_mm(&x[1], None)?]),
         };
-        // Groups of several sizes, and something behind the last one.
+        // Groups of several sizes, and something after the last one.
         let whole = vec![Placement::Replicate; x[0].placements().len()];
         let end = |at: &[usize]| (size * (at[0] + 1) / (groups + 1)) as f64;
         let offsets = DTensor::from_fn((groups, DType::I64), x[0].device_mesh(), whole, end)?;

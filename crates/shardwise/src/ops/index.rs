@@ -394,7 +394,7 @@ fn expanded(value: &DTensor, shape: &[usize]) -> Result<DTensor> {
     value.expand(&signed(shape))
 }
 
-/// The permutation that moves the first `moved` of `ndim` dimensions behind the next `before`.
+/// The permutation that moves the first `moved` of `ndim` dimensions after the next `before`.
 fn behind_others(moved: usize, before: usize, ndim: usize) -> Vec<isize> {
     let order = (moved..moved + before).chain(0..moved).chain(moved + before..ndim);
     order.map(|d| d as isize).collect()

@@ -132,7 +132,7 @@ impl Op for LinearActivation {
         Gradient::From(SaveForBackward::Only { inputs: &[0, 1], outputs: &[1] }, |op, saved, gradients| {
             let [of_result, of_product] = gradients else { unreachable!("two outputs") };
             let through = of_result.as_ref().map(|g| op.function.input_gradient(&saved.output(1), g)).transpose()?;
-            // The product is used outside of this operator by the gradient of a gradient alone.
+            // The product is used outside of this operator only by the gradient of a gradient.
             let of_product = match (through, of_product) {
                 (Some(through), Some(direct)) => through.add(direct)?,
                 (Some(g), None) => g,

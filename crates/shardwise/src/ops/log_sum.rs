@@ -335,7 +335,7 @@ macro_rules! row_functions {
 
             #[inline(always)]
             fn i64(self, _: [i64; $N]) -> i64 {
-                unreachable!("of floating-point numbers alone")
+                unreachable!("only of floating-point numbers")
             }
         }
     )*};
@@ -354,10 +354,10 @@ row_functions! {
         let subtracted = log - rough;
         let lost = lost + ((rough - (log - subtracted)) - (low + subtracted));
         let share = exp(log);
-        // Of minus infinity what is lost is NaN; zero is no share, unless the sum is NaN.
+        // Of minus infinity what is lost is NaN; zero is not a share, unless the sum is NaN.
         if share == 0.0 { (low * 0.0).abs() } else { share + share * lost }
     }
-    /// `(high + low) - minus`. An infinite sum is its first term alone.
+    /// `(high + low) - minus`. An infinite sum is only its first term.
     SumLess: |[high, low, minus], exp| -> 3 {
         if high.is_infinite() { high - minus } else { (high - minus) + low }
     }

@@ -20,7 +20,7 @@ pub enum Reduction {
     Sum,
     /// The mean of the losses.
     Mean,
-    /// The sum divided by the size of the first dimension, for [`kl_div`](DTensor::kl_div) alone; an error for other losses.
+    /// The sum divided by the size of the first dimension, only for [`kl_div`](DTensor::kl_div); an error for other losses.
     BatchMean,
 }
 
@@ -255,7 +255,7 @@ impl DTensor {
         }
         let target = &target.without_partials("kl_div", &[])?;
         let zero = target.zeros_like()?;
-        // The logarithm of 1 in place of 0, whose gradient would be infinite; NaN for negative targets, which are no probabilities.
+        // The logarithm of 1 in place of 0, whose gradient would be infinite; NaN for negative targets, which are not probabilities.
         let counts = target.ne(&zero)?;
         let known = counts.where_cond(target, &target.ones_like()?)?;
         let losses = target.mul(&known.log()?.sub(self)?)?;

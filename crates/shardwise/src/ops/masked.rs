@@ -280,7 +280,7 @@ impl Op for MaskedSelect {
     }
 }
 
-/// Zeros in a layout; replicated if the layout has a shard order that placements alone do not express.
+/// Zeros in a layout; replicated if the layout has a shard order that placements do not express by themselves.
 #[track_caller]
 fn zeros(layout: &Layout, like: &DTensor, mesh: &DeviceMesh) -> Result<DTensor> {
     let placements = match layout.has_default_order() {

@@ -1,4 +1,4 @@
-//! Draws of indices by weights. A draw depends on the generator and on the row alone, so every layout draws the same indices.
+//! Draws of indices by weights. A draw depends only on the generator and on the row, so every layout draws the same indices.
 
 use std::panic::Location;
 
@@ -20,7 +20,7 @@ impl DTensor {
     /// it. Rows are gathered if the last dimension is sharded.
     ///
     /// # Errors
-    /// If the tensor is no vector or matrix of floating-point numbers, or `count` is 0. A weight that is negative or not finite, a row of
+    /// If the tensor is not a vector or matrix of floating-point numbers, or `count` is 0. A weight that is negative or not finite, a row of
     /// zeros, and fewer weights above zero than indices without replacement are errors on the ranks that hold the row; the other ranks
     /// get it with their next collective.
     #[track_caller]

@@ -62,7 +62,7 @@ impl DTensor {
         call(Parametrized::Pow(Scalar(exponent)), self)
     }
 
-    /// Clamps each element to `min..=max`; `None` is no bound. NaN stays NaN.
+    /// Clamps each element to `min..=max`; `None` is not a bound. NaN stays NaN.
     ///
     /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]

@@ -22,7 +22,7 @@ impl DTensor {
     /// that of an input that is not rounded ([`quantized_matmul`](quantized::quantized_matmul) rounds few rows to 16 bits).
     ///
     /// # Errors
-    /// If the input is not f32, its features are not those of the weight, or the weight is no tensor of blocks.
+    /// If the input is not f32, its features are not those of the weight, or the weight is not a tensor of blocks.
     #[doc(alias = "QLinear")]
     #[track_caller]
     pub fn quantized_linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
@@ -49,7 +49,7 @@ impl DTensor {
     /// Local: keeps the layout. Partial sums of bytes, as a lookup in a sharded table gives them, are reduced first.
     ///
     /// # Errors
-    /// If it is no tensor of blocks.
+    /// If it is not a tensor of blocks.
     #[track_caller]
     pub fn dequantize(&self) -> Result<DTensor> {
         if self.ndim() < 2 {

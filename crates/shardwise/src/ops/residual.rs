@@ -97,7 +97,7 @@ impl Op for AddNorm {
         let (sum, normal) = match self.0 {
             RowOp::LayerNorm(eps) => add_layer_norm_rows(x, branch, weight, bias, eps.0)?,
             RowOp::RmsNorm(eps) => add_rms_norm_rows(x, branch, weight, eps.0)?,
-            other => unreachable!("{other:?} is no norm"),
+            other => unreachable!("{other:?} is not a norm"),
         };
         Ok(vec![sum, normal])
     }
@@ -133,7 +133,7 @@ impl AddNorm {
         }
         let op = RowOpBackward(self.0);
         let inputs: Vec<&DTensor> = [Some(&sum), weight.as_ref(), Some(g)].into_iter().flatten().collect();
-        // The backward pass holds this gradient alone, and drops it next: then its memory is that of the result.
+        // Only the backward pass holds this gradient, and drops it next: then its memory is that of the result.
         let is_last = of_sum.is_some_and(DTensor::is_exclusive);
         let mut so_far = of_sum.cloned();
         let kernel = |sum: &Tensor, _: bool, inputs: &[Tensor], _: &KernelContext<'_>| {

@@ -84,7 +84,7 @@ impl DTensor {
         self.add(&scatter_add_slices(self.layout(), at, index, &source, SumsFrom::Neutral)?)
     }
 
-    /// Runs an operator on a scalar along a dimension that it has by name alone: all operands as vectors. `None` for any other
+    /// Runs an operator on a scalar along a dimension that it has only by name: all operands as vectors. `None` for any other
     /// tensor.
     #[track_caller]
     fn on_vectors(

@@ -46,7 +46,7 @@ struct StraightThrough;
 
 impl DTensor {
     /// Returns a copy with elements of `source` reduced into the places that `index` names along a dimension; without
-    /// `include_self` the places that are named start from the sources alone.
+    /// `include_self` the places that are named start from only the sources.
     ///
     /// Sums and means communicate as [`scatter_add`](Self::scatter_add) does. For products, maxima and minima the dimension is
     /// gathered if it is sharded.

@@ -165,7 +165,7 @@ impl Op for SliceSums {
         };
         let whole: Vec<usize> = (0..x.placements().len()).filter(whole).collect();
         let from = x.without_axes(&whole)?.unstrided(&|_| true)?;
-        // The dimensions behind have other numbers in the result.
+        // The dimensions after it have other numbers in the result.
         let moved = |d: usize| match d > self.dim {
             true => d + usize::from(self.groups[1].is_some()) - usize::from(self.groups[0].is_some()),
             false => d,

@@ -61,7 +61,7 @@ impl OpEntry {
                 Ok(if sample.below.is_some() { tensor } else { tensor.requires_grad() })
             };
             let inputs = (self.samples)()[0].iter().map(input).collect::<Result<Vec<_>>>()?;
-            // Operators on integers alone refuse floating-point inputs.
+            // Operators that take only integers refuse floating-point inputs.
             Ok((self.apply)(&inputs).is_ok_and(|outputs| outputs.iter().any(DTensor::has_gradient)))
         })?;
         Ok(ran.value)

@@ -144,7 +144,7 @@ impl DTensor {
         self.ndim() == 0 && matches!(dim, 0 | -1)
     }
 
-    /// Runs an operator along a dimension of a scalar that has it by name alone, as on a vector of one element. `None` for any other
+    /// Runs an operator along a dimension of a scalar that has it only by name, as on a vector of one element. `None` for any other
     /// tensor.
     #[track_caller]
     pub(super) fn as_vector<T>(&self, dim: isize, run: impl FnOnce(&DTensor) -> Result<T>) -> Option<Result<T>> {

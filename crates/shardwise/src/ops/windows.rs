@@ -34,7 +34,7 @@ pub struct PoolOptions {
 }
 
 impl PoolOptions {
-    /// Windows of one size without padding, one beside the other.
+    /// Windows of one size without padding, one next to the other.
     pub fn new(kernel_size: &[usize]) -> Self {
         PoolOptions {
             kernel_size: kernel_size.to_vec(),

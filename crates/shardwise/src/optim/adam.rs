@@ -137,7 +137,7 @@ impl AdamRule {
         (average(m, g, self.betas.0), average(v, g * g, self.betas.1))
     }
 
-    /// As [`updated`](Self::updated), in f32: the change is rounded, which is small beside the parameter.
+    /// As [`updated`](Self::updated), in f32: the change is rounded, which is small compared with the parameter.
     #[inline(always)]
     fn updated_f32(self, p: f32, m: f32, v: f32) -> f32 {
         let quotient = m / (v.sqrt() * self.correction as f32 + self.eps as f32);

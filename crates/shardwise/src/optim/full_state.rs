@@ -51,7 +51,7 @@ impl OptimizerState {
 }
 
 impl ShardedOptimizer {
-    /// As [`load_full_state`](Self::load_full_state), from a state that rank `src` alone has; every rank receives its shards. What
+    /// As [`load_full_state`](Self::load_full_state), from a state that only rank `src` has; every rank receives its shards. What
     /// other ranks pass is ignored.
     ///
     /// Collective: all ranks of the world must call it. Rank `src` must be on the meshes of all parameters.

@@ -163,7 +163,7 @@ impl ShardedOptimizer {
             }
             let other = self.params.iter().find(|optimized| optimized.name == name || optimized.param.is_same(&param));
             if let Some(other) = other {
-                let found = format!("`{name}` beside `{}`", other.name);
+                let found = format!("`{name}` together with `{}`", other.name);
                 self.params.truncate(known);
                 let needed = "every parameter once, under a name of its own";
                 return Err(ErrorKind::Optimizer.error(

@@ -64,7 +64,7 @@ impl Optimizer for RAdam {
 struct RAdamRule {
     betas: (f64, f64),
     eps: f64,
-    /// Learning rates of the first moment alone, and divided by the root of the second, with their bias corrections.
+    /// Learning rates of only the first moment, and divided by the root of the second, with their bias corrections.
     plain_lr: f64,
     adaptive_lr: f64,
     /// Factor of the parameter (decoupled weight decay).

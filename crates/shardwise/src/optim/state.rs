@@ -242,7 +242,7 @@ fn layout_of(tensor: &StateTensor, param: &ParamView) -> Result<(Layout, Option<
     Ok((layout_like(&shape, &param.value.layout().reduced())?, merged))
 }
 
-/// The layout of a tensor beside a parameter: dimensions of the same size are sharded alike.
+/// The layout of a tensor that goes with a parameter: dimensions of the same size are sharded alike.
 fn layout_like(shape: &[usize], param: &Layout) -> Result<Layout> {
     let mesh = param.mesh();
     if shape == param.shape() {

@@ -137,7 +137,7 @@ impl Param {
         self.0.lock().value.has_gradient()
     }
 
-    /// Returns the current value as a leaf: the same one until the next [`set`](Self::set). A frozen one is no leaf.
+    /// Returns the current value as a leaf: the same one until the next [`set`](Self::set). A frozen one is not a leaf.
     pub fn get(&self) -> DTensor {
         self.0.lock().value.clone()
     }
@@ -170,7 +170,7 @@ impl Param {
     /// and optimizers cannot change them.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if these are no blocks of a matrix of this shape.
+    /// [`Error::Invalid`](crate::Error::Invalid) if these are not blocks of a matrix of this shape.
     pub fn set_quantized(&self, blocks: &DTensor) -> Result<()> {
         let mut cell = self.0.lock();
         let size = blocks.shape().last().and_then(|&bytes| BlockType::of_size(bytes));
@@ -310,7 +310,7 @@ impl Param {
     /// `None`: the type of the parameter. Local.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if it is no floating-point type.
+    /// [`Error::Invalid`](crate::Error::Invalid) if it is not a floating-point type.
     #[doc(alias = "grad_dtype")]
     pub fn set_grad_dtype(&self, dtype: Option<DType>) -> Result<()> {
         if let Some(dtype) = dtype.filter(|dtype| !dtype.is_float()) {
@@ -331,7 +331,7 @@ impl Param {
     /// [resharded](Self::reshard): the backward pass, and further forward passes before the next step, gather nothing. No axes: it is gathered for every
     /// use, and again in the backward pass. Local.
     ///
-    /// While it is kept, the rank holds the value without these shards, beside its own. A hook ([`on_use`](Self::on_use)) turns this off.
+    /// While it is kept, the rank holds the value without these shards, next to its own. A hook ([`on_use`](Self::on_use)) turns this off.
     #[doc(alias = "set_reshard_after_forward")]
     pub fn keep_gathered(&self, axes: &[&str]) {
         let mut cell = self.0.lock();

@@ -74,7 +74,7 @@ fn three_digits(number: f64) -> String {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) if the text is no such number, or the number is not positive and finite.
+/// [`Error::Invalid`](crate::Error::Invalid) if the text is not such a number, or the number is not positive and finite.
 pub fn parse_quantity(what: &'static str, text: &str) -> Result<f64> {
     let trimmed = text.trim();
     let digits = trimmed.find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_')).unwrap_or(trimmed.len());

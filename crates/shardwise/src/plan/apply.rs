@@ -321,7 +321,9 @@ impl ModuleInventory {
             if let Some((pattern, path)) = named.iter().find(inside) {
                 return Err(ErrorKind::Plan.error(
                     "sharding plan",
-                    format!("`{pattern}`, which fits `{path}`, beside {sharder:?} for `{module}`, which replaces it"),
+                    format!(
+                        "`{pattern}`, which fits `{path}`, together with {sharder:?} for `{module}`, which replaces it"
+                    ),
                     "nothing about what is inside a module that is replaced",
                     "take one of the two out of the plan, or make its pattern narrower",
                 ));

@@ -7,7 +7,7 @@ use crate::mesh::Mesh;
 use crate::placement::Placement;
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors};
 
-/// Returns this rank's local shard as a tensor on a mesh of this rank alone.
+/// Returns this rank's local shard as a tensor on a mesh of this rank only.
 ///
 /// Differentiable: the gradient of the result is this rank's local shard of the gradient. Where the tensor is replicated and
 /// ranks compute different things with their copies, their gradients differ. Partial sums are reduced first, which is

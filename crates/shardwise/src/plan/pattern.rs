@@ -113,7 +113,7 @@ fn chars_match(pattern: &str, name: &str) -> bool {
     }
 }
 
-/// Splits behind an opening bracket: the set inside, and the rest behind the closing bracket.
+/// Splits after an opening bracket: the set inside, and the rest after the closing bracket.
 fn set(behind_open: &str) -> Option<(&str, &str)> {
     behind_open.split_once(']').filter(|(inside, _)| !inside.is_empty() && *inside != "!")
 }

@@ -17,7 +17,7 @@ pub trait ShardingPlanner {
     /// Adds what this planner decides for a module on a mesh to a plan.
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan>;
 
-    /// Returns the plan of this planner alone.
+    /// Returns the plan of only this planner.
     #[doc(alias = "build_plan")]
     fn plan(&self, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
         self.extend(ShardingPlan::new(), module, mesh)

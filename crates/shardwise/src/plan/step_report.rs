@@ -178,7 +178,7 @@ impl StepReport {
         self.compute_us() + self.communication_us()
     }
 
-    /// Estimated time in microseconds if, within each part of the step, all communication were hidden behind computation or the
+    /// Estimated time in microseconds if, within each part of the step, all communication were hidden by computation or the
     /// other way round: a lower bound.
     pub fn overlapped_us(&self) -> f64 {
         self.phases.iter().map(|phase| phase.compute_us.max(phase.communication_us)).sum()

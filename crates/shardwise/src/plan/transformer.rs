@@ -35,7 +35,7 @@ pub enum EmbeddingSharding {
 ///
 /// Embeddings are sharded over vocabulary or features, language-model heads (by name, or as wide as the vocabulary) by
 /// columns; all other parameters are replicated. With [`sequence_parallel`](Self::sequence_parallel), activations between
-/// blocks are sharded on the sequence: all-gathered before a block and reduce-scattered behind it.
+/// blocks are sharded on the sequence: all-gathered before a block and reduce-scattered after it.
 #[doc(alias = "Megatron")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorParallel {

@@ -56,7 +56,7 @@ pub fn page(runs: &[RunReport], failures: &[RankDump]) -> String {
 /// Reads the runs and dumps of a [`page`].
 ///
 /// # Errors
-/// [`Error::Invalid`] if the text is no such page.
+/// [`Error::Invalid`] if the text is not such a page.
 pub fn read_page(text: &str) -> Result<(Vec<RunReport>, Vec<RankDump>)> {
     let data = text.split_once(BEFORE_DATA).and_then(|(_, rest)| rest.split_once("</script>"));
     let Some((data, _)) = data else {

@@ -12,7 +12,7 @@ impl Signature {
             RequiredInput::Layout(to) => to,
             RequiredInput::Boxes { .. } => {
                 return Some(format!(
-                    "{name} fetches parts of input {i}: every rank needs elements beside its own shard"
+                    "{name} fetches parts of input {i}: every rank needs elements other than its own shard"
                 ));
             }
         };

@@ -94,7 +94,7 @@ impl ShardedTensor {
         &self.mesh
     }
 
-    /// The group of all ranks of the mesh, for collectives beside those of this tensor.
+    /// The group of all ranks of the mesh, for collectives other than those of this tensor.
     #[doc(alias = "_normalize_pg")]
     #[doc(alias = "_get_current_process_group")]
     pub fn process_group(&self) -> Result<Group> {

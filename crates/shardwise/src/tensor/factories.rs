@@ -104,7 +104,7 @@ impl DTensor {
     }
 
     /// Creates a tensor whose elements are a function of their index in the whole tensor. Local: `f` is called for the
-    /// elements of this rank alone. `meta` is the shape and element type.
+    /// elements of this rank only. `meta` is the shape and element type.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -195,7 +195,7 @@ impl DTensor {
         by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Number::Real(space.at(i)))
     }
 
-    /// Creates a matrix of `(rows, columns)` with ones on its diagonal and zeros beside it. Local.
+    /// Creates a matrix of `(rows, columns)` with ones on its diagonal and zeros next to it. Local.
     #[track_caller]
     pub fn eye(
         shape: (usize, usize),

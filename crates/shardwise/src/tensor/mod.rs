@@ -103,7 +103,7 @@ struct TensorValue {
     storage: Tensor,
     /// `storage` converted to the type of the tensor, computed when first asked for.
     rounded: OnceLock<Tensor>,
-    /// Whether the memory of `storage` was allocated for this tensor alone, and no other tensor has been given it since.
+    /// Whether the memory of `storage` was allocated only for this tensor, and no other tensor has been given it since.
     is_exclusive: AtomicBool,
     origin: Origin,
     /// Bytes that the rank's memory counts for it.
@@ -343,7 +343,7 @@ impl DTensor {
         &self.value.storage
     }
 
-    /// States that the memory of the local part was allocated for this tensor alone.
+    /// States that the memory of the local part was allocated only for this tensor.
     pub(crate) fn set_exclusive(&self) {
         self.value.is_exclusive.store(true, Relaxed);
     }

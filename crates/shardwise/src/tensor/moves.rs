@@ -178,7 +178,7 @@ impl DTensor {
             return whole.to_local_code(grad_placements);
         }
         let world = self.value.mesh.world();
-        // A result that the engine has just allocated for this rank alone needs no second copy.
+        // A result that the engine has just allocated only for this rank needs no second copy.
         let mine = to != *self.layout() && !world.shares_memory() && !whole.shares_memory(self);
         if world.is_dry() || mine { Ok(whole.local().clone()) } else { Ok(own_copy(whole.local())?) }
     }

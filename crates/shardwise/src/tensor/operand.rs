@@ -24,14 +24,12 @@ pub enum Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// The operand as a tensor. A number becomes a replicated scalar on the mesh of `beside`, in the type promoted with it.
+    /// The operand as a tensor. A number becomes a replicated scalar on the mesh of `other`, in the type promoted with it.
     #[track_caller]
-    pub(crate) fn tensor(self, beside: &DTensor) -> Result<Cow<'a, DTensor>> {
+    pub(crate) fn tensor(self, other: &DTensor) -> Result<Cow<'a, DTensor>> {
         match self {
             Operand::Tensor(tensor) => Ok(Cow::Borrowed(tensor)),
-            Operand::Number(number) => {
-                number_like(number, dtype_beside(number, beside.dtype()), beside).map(Cow::Owned)
-            }
+            Operand::Number(number) => number_like(number, dtype_beside(number, other.dtype()), other).map(Cow::Owned),
         }
     }
 
@@ -51,7 +49,7 @@ fn number_like(number: Number, dtype: DType, on: &DTensor) -> Result<DTensor> {
     DTensor::full(number, ((), dtype), on.device_mesh(), vec![Placement::Replicate; on.placements().len()])
 }
 
-/// The type that a number is promoted to beside a tensor of a type.
+/// The type that a number is promoted to together with a tensor of a type.
 fn dtype_beside(number: Number, dtype: DType) -> DType {
     match integer_range(dtype) {
         None => dtype,

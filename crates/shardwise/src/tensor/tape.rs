@@ -24,7 +24,7 @@ pub trait Backward: Send + Sync {
     /// outputs (`None`: zero). Every rank runs the same backward passes in the same order, so it may communicate.
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 
-    /// Whether it runs a forward pass again, so that leaves that are no inputs of the call may get gradients, too.
+    /// Whether it runs a forward pass again, so that leaves that are not inputs of the call may get gradients, too.
     fn recomputes(&self) -> bool {
         false
     }
@@ -50,7 +50,7 @@ impl Backward for PassGradient {
 #[doc(alias = "save_for_backward")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveForBackward {
-    /// No tensor: the gradient depends on the gradients of the outputs alone.
+    /// No tensor: the gradient depends only on the gradients of the outputs.
     Nothing,
     /// All inputs, in the layouts that they had before the call redistributed them.
     Inputs,
@@ -162,7 +162,7 @@ impl RecordedTensor {
 }
 
 /// The number of the next node. One counter for all threads, because a tensor may be created by one thread and used by another.
-/// Ranks get different numbers, but those of each rank increase in the order of its calls. 0 is no number: [`constants_before`].
+/// Ranks get different numbers, but those of each rank increase in the order of its calls. 0 is not a number: [`constants_before`].
 static NUMBER: AtomicU64 = AtomicU64::new(1);
 
 /// Whether calls are being recorded, that is outside of [`no_grad`].
@@ -215,7 +215,7 @@ pub(crate) fn in_gradient<R>(on: bool, body: impl FnOnce() -> R) -> R {
     in_scope(enter, |context, before| context.is_in_gradient.set(before), body)
 }
 
-/// Whether a backward pass is recorded as a function of the gradients that arrive alone: saved tensors are constants in it.
+/// Whether a backward pass is recorded as a function of only the gradients that arrive: saved tensors are constants in it.
 pub(crate) fn is_linearizing() -> bool {
     rank_context(|context| context.is_linearizing.get())
 }

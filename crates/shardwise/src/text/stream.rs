@@ -27,7 +27,7 @@ pub struct TextStream<'a> {
 }
 
 impl Tokenizer {
-    /// A decoder of tokens that come one by one, behind the tokens `before`, which have been shown already.
+    /// A decoder of tokens that come one by one, after the tokens `before`, which have been shown already.
     pub fn stream(&self, before: &[u32]) -> TextStream<'_> {
         TextStream::new(self, before)
     }
@@ -68,7 +68,7 @@ impl<'a> TextStream<'a> {
     fn take(&mut self, all: &str) -> Result<String> {
         let before = self.tokenizer.decode(&self.ids[self.start..self.returned])?;
         if !all.starts_with(&before) && !before.ends_with(char::REPLACEMENT_CHARACTER) {
-            // Invalid bytes spoil the bytes before them, which have been returned as a character: decode them alone.
+            // Invalid bytes spoil the bytes before them, which have been returned as a character: decode them by themselves.
             self.ids.drain(..self.returned);
             (self.start, self.returned) = (0, self.ids.len());
             return self.tokenizer.decode(&self.ids);

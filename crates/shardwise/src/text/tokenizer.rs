@@ -127,7 +127,7 @@ impl Tokenizer {
     }
 
     /// Encodes the beginning of a text that a model is to continue: with the special tokens that the model expects in front of
-    /// a text, and without those behind one.
+    /// a text, and without those after one.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).

@@ -93,7 +93,7 @@ mod tests {
             assert_eq!(written.encode(text).unwrap(), ids);
             assert_eq!(written.decode(&ids).unwrap(), text);
         }
-        // bytes that are no text
+        // bytes that are not text
         let ids: Vec<u32> = (0..256).collect();
         assert_eq!(written.decode(&ids).unwrap(), own.decode(&ids).unwrap());
     }

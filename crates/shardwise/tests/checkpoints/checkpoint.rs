@@ -259,7 +259,7 @@ fn an_async_save_is_a_snapshot_and_does_not_block() {
     .unwrap();
     let catalog = checkpoint::open(&path).unwrap();
     assert!(catalog.read("w").unwrap().chunks(4).all(|x| x == 1f32.to_le_bytes()));
-    assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 1, "nothing is left beside the checkpoint");
+    assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 1, "nothing is left next to the checkpoint");
 }
 
 #[test]

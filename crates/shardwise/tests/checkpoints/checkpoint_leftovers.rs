@@ -1,4 +1,4 @@
-//! What killed processes leave beside the checkpoints of a series, and links to directories.
+//! What killed processes leave next to the checkpoints of a series, and links to directories.
 
 use std::fs;
 use std::path::Path;

@@ -104,7 +104,7 @@ fn replicas_read_each_part_once_with_the_bytes_balanced() {
 /// Local rows of tensors by name.
 type Rows = Vec<(&'static str, Vec<Vec<f64>>)>;
 
-/// Ranks that need other parts, other types or other entries read their own, beside what they share.
+/// Ranks that need other parts, other types or other entries read their own, in addition to what they share.
 #[test]
 fn ranks_that_need_different_parts_read_their_own() {
     let scratch = Scratch::new("unshared-reads");

@@ -189,7 +189,7 @@ fn results_of_a_custom_engine_are_checked_before_use() {
 fn a_singular_matrix_that_had_to_be_gathered_is_an_error_on_all_ranks() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
-        // four matrices, of which the last alone, zero, cannot be factorized; a shard of rows becomes one of the batch
+        // four matrices, of which only the last, zero, cannot be factorized; a shard of rows becomes one of the batch
         let mut matrices = vec![0.0; 4 * 4];
         (0..3).for_each(|i| (matrices[4 * i], matrices[4 * i + 3]) = (1.0, 2.0));
         let matrices = Tensor::from_vec(matrices, (4, 2, 2), &Device::Cpu)?;

@@ -129,7 +129,7 @@ fn factories_give_the_same_tensor_in_every_layout() {
 fn item_equal_and_allclose_see_the_full_tensor() {
     on(3, |world| {
         let mesh = world.mesh([("a", 3)])?;
-        // the terms of a sum, and a value that one rank alone holds
+        // the terms of a sum, and a value that only one rank holds
         let part = Tensor::full(world.rank() as f32 + 1.0, (), &Device::Cpu)?;
         assert_eq!(DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Sum)])?.item::<f32>()?, 6.0);
         let one = DTensor::full(5.0, ((1, 1), DType::F64), &mesh, [Shard(0)])?;

@@ -36,7 +36,7 @@ fn printing_communicates_nothing() {
         let text = under_a_lock(|| format!("{sharded}"));
         assert!(text.contains("[[1, 1]") && text.contains(&format!("rank {me} holds")), "{text}");
         under_a_lock(|| format!("{sharded:?} {partial} {partial:?} {param:?} {grads:?} {mesh:?} {world:?}"));
-        // one rank alone
+        // only one rank
         if me == 0 {
             under_a_lock(|| format!("{x} {partial} {sharded}"));
         }

@@ -358,7 +358,7 @@ fn quotients_numbers_and_partial_tensors_give_the_unsharded_result() {
                 }
             }
             assert_eq!(numbers(&partial.transpose(0, 1)?.full_tensor()?), numbers(&whole.t()?));
-            // The other reduction of the same terms beside it.
+            // The other reduction of the same terms next to it.
             let other = if op == ReduceOp::Sum { ReduceOp::Max } else { ReduceOp::Sum };
             let beside = DTensor::from_local(&term, &mesh, [Partial(other)])?;
             for dim in [0, 1] {

@@ -142,7 +142,7 @@ fn seventy_billion_parameters_on_16384_ranks_are_planned_in_seconds() {
     println!("{report}\nin {elapsed:?}");
     // Two cores with other work on them: an idle machine takes a few seconds.
     assert!(elapsed < Duration::from_secs(60), "{elapsed:?}");
-    // Norms alone are replicated, so a rank holds a little more than its share.
+    // Only norms are replicated, so a rank holds a little more than its share.
     let share = 70_553_706_496 * 2 / 16_384;
     assert!(report.held.parameters >= share && report.held.parameters < share + (4 << 20), "{report}");
     assert_eq!(report.parameter_count, 70_553_706_496);

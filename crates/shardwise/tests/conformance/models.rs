@@ -262,7 +262,7 @@ impl<'a> Recorded<'a> {
         same_tokens(case["id"].as_str().unwrap(), &got, &rows_of(&case["output"]))
     }
 
-    /// Ids and the targets behind them.
+    /// Ids and the targets after them.
     fn training_batch(&self) -> Result<[DTensor; 2]> {
         let train = &self.recorded["train"];
         let ids: Vec<Vec<u32>> = rows_of(&train["input_ids"]).iter().map(|row| row[..row.len() - 1].to_vec()).collect();

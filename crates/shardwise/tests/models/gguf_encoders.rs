@@ -30,7 +30,7 @@ fn rows(ids: &Value) -> Vec<Vec<u32>> {
     serde_json::from_value(ids.clone()).unwrap()
 }
 
-/// Hidden states of tokens that are no padding are within the tolerance of the recorded ones, on these ranks.
+/// Hidden states of tokens that are not padding are within the tolerance of the recorded ones, on these ranks.
 fn compare(path: &Path, name: &'static str, ranks: usize) {
     let (path, recorded) = (path.to_path_buf(), recorded(name));
     launch(ranks, move |world| {

@@ -56,7 +56,7 @@ fn bad_templates_are_errors_and_end() {
     let error = ChatTemplate::new("{% for m in messages %}").unwrap_err();
     assert!(error.kind() == Some(&ErrorKind::Model) && error.to_string().contains("chat template"), "{error}");
     let error = ChatTemplate::new("{% include 'tokenizer.json' %}").unwrap_err();
-    assert!(error.to_string().contains("a chat template is alone"), "{error}");
+    assert!(error.to_string().contains("of which a chat template has none"), "{error}");
     for source in [
         "{% for a in range(90000) %}{% for b in range(90000) %}{{ b }}{% endfor %}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -163,7 +163,7 @@ fn streams_end_at_characters_and_keep_spaces() {
                 assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')) || cut > 0, "{name}: {pieces:?}");
                 let whole = pieces.concat() + &stream.finish().unwrap();
                 let (all, before) = (tokenizer.decode(&ids).unwrap(), tokenizer.decode(&ids[..cut]).unwrap());
-                // Half a character before the border is shown as a replacement, and completed behind it.
+                // Half a character before the border is shown as a replacement, and completed after it.
                 let before = before.trim_end_matches('\u{fffd}');
                 assert_eq!(whole, all[before.len()..], "{name}: {text:?} after {cut}");
             }

@@ -254,7 +254,7 @@ fn no_activations_are_held_during_the_optimizer_step() {
     });
     let (activations, peak, weights, _) = run.unwrap().value;
     println!("peak of the optimizer step {peak} bytes");
-    // gradients as they are and reduced, new weights beside the old ones, and two moments
+    // gradients as they are and reduced, new weights next to the old ones, and two moments
     assert!(peak <= 6 * weights && peak < activations, "{peak} {weights} {activations}");
 }
 

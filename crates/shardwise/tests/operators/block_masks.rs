@@ -190,7 +190,7 @@ fn second_derivatives_and_masks_with_gradients_know_the_blocks() {
         for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
             assert!((found - expected).abs() < 1e-12 * scale, "{found}, {expected}");
         }
-        // an added mask with a gradient, beside the blocks
+        // an added mask with a gradient, together with the blocks
         let [.., queries, keys, _] = SIZES;
         let bias = DTensor::zeros((queries, keys), DType::F64, &mesh, [Replicate])?.requires_grad();
         let x = operands(&mesh, [&[Shard(0)], &[Shard(0)], &[Shard(0)]])?;

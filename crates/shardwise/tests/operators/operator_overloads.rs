@@ -46,7 +46,7 @@ fn tensors_and_references_mix() {
                 same(&(x.clone() - &y)?, &(&a - &b)?)?;
                 same(&(&x * y.clone())?, &(&a * &b)?)?;
                 same(&(x.clone() / y.clone())?, &(&a / &b)?)?;
-                // the result of one operator beside a tensor
+                // the result of one operator together with a tensor
                 same(&((&x * &y) + &x)?, &((&a * &b)? + &a)?)?;
                 same(&(&x - (&y / &x))?, &(&a - (&b / &a)?)?)?;
                 same(&((&x - &y) * y.clone())?, &((&a - &b)? * &b)?)?;

@@ -78,7 +78,7 @@ fn is_good(op: &str, message: &str) -> bool {
     let parts = MADE_OF.iter().find(|(name, _)| *name == op).map_or(&[][..], |(_, parts)| parts);
     let refuses =
         |part: &&str| message.contains(&format!("called as {part}(")) || message.contains(&format!(" in {part},"));
-    // What is composed of other operators is refused by one of them, which may have got a part of the tensors or their shapes alone.
+    // What is composed of other operators is refused by one of them, which may have got only a part of the tensors or their shapes.
     if composed_ops().any(|entry| entry.name == op) {
         return message.contains("found ") && message.contains("needed ");
     }
@@ -115,7 +115,7 @@ fn changed(samples: &[SampleInput]) -> Vec<(String, Vec<SampleInput>)> {
         let wider = [&[9], sample.shape.as_slice()].concat();
         with("a dimension more in front".into(), SampleInput { shape: wider, ..sample.clone() });
         let deeper = [sample.shape.as_slice(), &[3]].concat();
-        with("a dimension more behind".into(), SampleInput { shape: deeper, ..sample.clone() });
+        with("a dimension more at the end".into(), SampleInput { shape: deeper, ..sample.clone() });
         for dim in 0..sample.shape.len() {
             let mut shape = sample.shape.clone();
             shape[dim] += 1;
@@ -127,7 +127,7 @@ fn changed(samples: &[SampleInput]) -> Vec<(String, Vec<SampleInput>)> {
     calls
 }
 
-/// Runs a call on the mesh and on this rank alone. The two must agree; an error is the message.
+/// Runs a call on the mesh and on this rank only. The two must agree; an error is the message.
 fn judge(
     op: &OpEntry,
     mesh: &DeviceMesh,

@@ -47,7 +47,7 @@ const OUTSIDE: &str = "
 | operators | why |
 |---|---|
 | `bernoulli`, `normal`, `randn`, `multinomial`, ... | drawn at random, from another generator than PyTorch's; `tests/communication/random_draws.rs` |
-| `complex`, `fft.fft`, `stft`, `linalg.eig`, ... | complex numbers, which are no element type here; `ComplexTensor` has arithmetic, products and Fourier transforms |
+| `complex`, `fft.fft`, `stft`, `linalg.eig`, ... | complex numbers, which are not an element type here; `ComplexTensor` has arithmetic, products and Fourier transforms |
 | `sparse.*`, `to_sparse` | sparse tensors, which the library does not have |
 | `as_strided`, `resize_` | the result depends on strides, which a sharded tensor does not have |
 | `empty`, `new_empty`, ... | the content of the result is not determined; use `zeros` |

@@ -89,7 +89,7 @@ fn convolutions_work_without_a_bias() {
             let x = input(mesh, &[3, 4, 6, 5], placement)?;
             assert!(plane.forward(&x)?.allclose(&x.conv2d(&plane.weight.get(), None, options)?, 1e-12, 1e-12)?);
         }
-        // the bias is beside the same weight
+        // the bias is next to the same weight
         assert_eq!(with.parameter_count(), 78);
         Ok(())
     });

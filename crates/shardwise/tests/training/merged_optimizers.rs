@@ -41,7 +41,7 @@ impl Experts {
     }
 }
 
-/// A mesh of this rank alone.
+/// A mesh of this rank only.
 fn alone(world: &World) -> Result<DeviceMesh> {
     world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
 }

@@ -225,8 +225,11 @@ fn mismatched_states_are_rejected_without_changes() {
         optimizer.load_state_dict(&good)?;
 
         for (result, parts) in [
-            (optimizer.add_param_group(named(&params[..1]), group.clone()), ["`p0` beside `p0`", "once"]),
-            (optimizer.add_param_group([("x".into(), params[1].clone())], group.clone()), ["`x` beside `p1`", "once"]),
+            (optimizer.add_param_group(named(&params[..1]), group.clone()), ["`p0` together with `p0`", "once"]),
+            (
+                optimizer.add_param_group([("x".into(), params[1].clone())], group.clone()),
+                ["`x` together with `p1`", "once"],
+            ),
             (optimizer.add_param_group([], ParamGroup { lr: f64::NAN, ..group.clone() }), ["learning rate", "NaN"]),
             (params[0].set(&DTensor::zeros(8, DType::F64, &mesh, [Replicate])?), ["[8]", "[4, 2]"]),
         ] {

@@ -382,7 +382,7 @@ fn mismatched_plans_are_rejected_without_changes() {
         let before = state();
         let rows = VocabularyParallel::new("tp");
         let new = ShardingPlan::new;
-        // a valid entry stands beside every invalid one: it must not be applied
+        // a valid entry stands next to every invalid one: it must not be applied
         let cases: Vec<(ShardingPlan, &[&str])> = vec![
             (new().param("own.w1.wait", [("tp", Shard(0))]), &["own.w1.wait", "fits no parameter", "`own.w1.weight`"]),
             (new().param("layer.*.mlp.up.weight", [("tp", Shard(0))]), &["pattern", "fits no parameter", "layers."]),
@@ -515,7 +515,7 @@ fn a_plan_places_parameters_and_outputs_by_sharding_specs() {
         assert!(close(&y.full_tensor()?, &whole.forward(&x)?.full_tensor()?));
         let text = serde_json::to_string(&plan).unwrap();
         assert_eq!(serde_json::from_str::<ShardingPlan>(&text).unwrap(), plan);
-        // shards in another order than the ranks of the mesh are no layout on it
+        // shards in another order than the ranks of the mesh are not a layout on it
         let turned = ChunkShardingSpec::over_ranks(0, [1, 2, 0])?;
         let error = shard_parameter(&whole, &mesh, "weight", turned).unwrap_err().to_string();
         assert!(error.contains("`weight`") && error.contains("rank:1/cpu") && error.contains("order"), "{error}");

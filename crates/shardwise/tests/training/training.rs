@@ -200,7 +200,7 @@ fn gradients_flow_through_redistribution_meshes_and_dtypes() {
         let gradient = gradients.get(&x)?;
         assert_eq!((gradient.dtype(), gradient.device_mesh() == &mesh), (DType::F64, true));
         assert!(close(&gradient.full_tensor()?, &(x.full_tensor()? * 2.0)?, 1e-6));
-        // tensors that are no leaves or unused have no gradient: an error
+        // tensors that are not leaves or unused have no gradient: an error
         let unused = x.detach().requires_grad();
         assert!(gradients.get(&unused).unwrap_err().to_string().contains("depends on"));
         assert!(x.detach().sum_all()?.backward().unwrap_err().to_string().contains("requires_grad"));

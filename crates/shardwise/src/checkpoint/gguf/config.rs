@@ -166,7 +166,7 @@ pub(super) fn config(
     Ok(Json::Object(config))
 }
 
-/// What the Gemma models have beside the common sizes.
+/// What the Gemma models have in addition to the common sizes.
 fn gemma(
     family: GgufFamily,
     meta: &Metadata<'_>,
@@ -205,7 +205,7 @@ fn gemma(
     Ok(config)
 }
 
-/// What mixtures of experts have beside the common sizes.
+/// What mixtures of experts have in addition to the common sizes.
 fn experts(
     family: GgufFamily,
     meta: &Metadata<'_>,

@@ -89,7 +89,7 @@ impl CheckpointFormat for Gguf {
     }
 }
 
-/// The files of the model that a GGUF file is a part of: the file alone, or all parts of a split.
+/// The files of the model that a GGUF file is a part of: only the file, or all parts of a split.
 pub(crate) fn parts_of(path: &Path) -> Vec<PathBuf> {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     split::parts(&name).iter().map(|part| path.with_file_name(part)).collect()

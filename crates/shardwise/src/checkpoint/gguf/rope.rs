@@ -1,4 +1,4 @@
-//! The scaling of rotary positions: GGUF files have factors per frequency where a configuration has the rule behind them.
+//! The scaling of rotary positions: GGUF files have factors per frequency where a configuration has the rule that gives them.
 
 use serde_json::{Value as Json, json};
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 /// The most files that a model is read from: each has a header of its own, and real models have a few dozen.
 const MAX_FILES: usize = 10_000;
 
-/// The files of a model, the first one first, if `name` is of the form of a part; otherwise `name` alone.
+/// The files of a model, the first one first, if `name` is of the form of a part; otherwise only `name`.
 pub(super) fn parts(name: &str) -> Vec<String> {
     let alone = || vec![name.to_string()];
     let Some((start, _, count)) = parse(name) else { return alone() };

@@ -1,4 +1,4 @@
-//! The tokenizer of a GGUF file in the form of the `tokenizers` library, and the settings beside it.
+//! The tokenizer of a GGUF file in the form of the `tokenizers` library, and the settings next to it.
 
 use std::collections::HashMap;
 

@@ -39,7 +39,7 @@ pub(super) fn wordpiece(meta: &Metadata<'_>) -> Result<(String, Json)> {
         found.ok_or_else(|| bad("tokenizer.ggml", &format!("no {name}"), "the special tokens of BERT"))
     };
     let (first, last, unknown) = (named("cls_token")?, named("sep_token")?, named("unk_token")?);
-    // Files of before these keys say nothing. A vocabulary without capitals has use for lower case alone.
+    // Files of before these keys say nothing. A vocabulary without capitals has use only for lower case.
     let lowers = match meta.flag("tokenizer.ggml.normalizer.lowercase")? {
         Some(lowers) => lowers,
         None => !tokens.iter().any(|token| is_word(token) && token.chars().any(char::is_uppercase)),
@@ -118,7 +118,7 @@ fn special_token(meta: &Metadata<'_>, keys: &[&str], assumed: usize, tokens: usi
     Ok(Some(assumed).filter(|id| *id < tokens))
 }
 
-/// The post-processor: `[CLS] A [SEP]`, and `B [SEP]` behind it for a pair.
+/// The post-processor: `[CLS] A [SEP]`, and `B [SEP]` after it for a pair.
 fn template(first: &str, last: &str, ids: &Map<String, Json>) -> Json {
     let special = |token: &str, kind: usize| json!({ "SpecialToken": { "id": token, "type_id": kind } });
     let sequence = |name: &str, kind: usize| json!({ "Sequence": { "id": name, "type_id": kind } });

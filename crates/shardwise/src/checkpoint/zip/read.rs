@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes read at both ends of an archive: in most single-tensor archives everything but the elements.
 const END_READ_BYTES: u64 = 2 << 10;
-/// Longest comment behind the end of the central directory, by the format.
+/// Longest comment after the end of the central directory, by the format.
 const MAX_COMMENT: u64 = u16::MAX as u64;
 /// Longest central directory that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_DIRECTORY: u64 = 1 << 28;

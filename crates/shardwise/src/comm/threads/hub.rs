@@ -295,7 +295,7 @@ impl Hub {
     /// rank searches after it has recorded its wait.
     fn look_for_circle(&self, rank: usize) -> Result<()> {
         let waits = self.waits.lock();
-        // A wait for a rank that has left ends with an error, so it is no part of a cycle.
+        // A wait for a rank that has left ends with an error, so it is not part of a cycle.
         let edges = |wait: &Wait| {
             let missing = self.missing_for(wait);
             if missing.iter().any(|&r| self.has_left(r)) { Vec::new() } else { missing }

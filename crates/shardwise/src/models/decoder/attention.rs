@@ -39,7 +39,7 @@ pub struct DecoderAttention {
 
 layer!(DecoderAttention { query, key, value, query_norm, key_norm, output, heads, hooks });
 
-/// What attention needs beside its input.
+/// What attention needs apart from its input.
 #[derive(Default)]
 pub(in crate::models) struct AttentionCall<'a> {
     /// Position of the first row of the input.

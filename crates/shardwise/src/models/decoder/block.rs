@@ -15,7 +15,7 @@ pub struct DecoderBlock {
     pub before_attention: Option<FeatureNorm>,
     /// Causal self-attention.
     pub attention: DecoderAttention,
-    /// Norm behind attention.
+    /// Norm after attention.
     pub after_attention: Option<FeatureNorm>,
     /// Norm before the MLP.
     pub before_mlp: Option<FeatureNorm>,
@@ -23,7 +23,7 @@ pub struct DecoderBlock {
     pub mlp: Option<DecoderMlp>,
     /// Mixture of experts, of layers that have one.
     pub experts: Option<MixtureOfExperts>,
-    /// Norm behind the MLP.
+    /// Norm after the MLP.
     pub after_mlp: Option<FeatureNorm>,
     /// Dropout of both residual branches.
     pub dropout: Dropout,

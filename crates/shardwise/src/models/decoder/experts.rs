@@ -22,7 +22,7 @@ use shardwise_kernels::quantized::BlockType;
 
 /// A mixture of experts: the weighted sum of the gated MLPs that a router chooses for each token.
 ///
-/// Every rank computes its part of the experts on the tokens that chose them alone. Stacks may be sharded over
+/// Every rank computes its part of the experts only on the tokens that chose them. Stacks may be sharded over
 /// experts or over the features inside them.
 pub struct MixtureOfExperts {
     /// Scores of the experts.

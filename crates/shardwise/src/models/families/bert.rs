@@ -54,7 +54,7 @@ pub(super) fn read_bert_like(fields: &ConfigFields<'_>, defaults: &BertDefaults)
     if fields.text("position_embedding_type")?.is_some_and(|kind| kind != "absolute") {
         return Err(fields.bad("position_embedding_type", "absolute"));
     }
-    // Heads alone are tied.
+    // Only heads are tied.
     fields.flag("tie_word_embeddings", true)?;
     let width = fields.size_or("hidden_size", defaults.width)?;
     Ok(EncoderSpec {

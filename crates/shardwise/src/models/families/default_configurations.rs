@@ -30,7 +30,7 @@ fn read(json: &Value) -> Architecture {
     found
 }
 
-/// Fields that transformers 4 and older wrote for published models, beside those of today.
+/// Fields that transformers 4 and older wrote for published models, in addition to those of today.
 #[test]
 fn older_files_are_read_too() {
     let everywhere = json!({

@@ -1,4 +1,4 @@
-//! Gemma 2: norms before and behind each branch with weights stored without their 1, soft caps, a scaled embedding, and local
+//! Gemma 2: norms before and after each branch with weights stored without their 1, soft caps, a scaled embedding, and local
 //! attention in every second layer.
 
 use super::llama::{LlamaDefaults, read_llama_like, set_window};

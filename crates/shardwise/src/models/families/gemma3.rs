@@ -23,7 +23,7 @@ pub(super) static FAMILY: Family = Family {
         fields.number("attn_logit_softcapping")?;
         spec.logit_soft_cap = fields.number("final_logit_softcapping")?;
         let layers = spec.layers.len();
-        // Written under both names, also beside `layer_types`, which decides where it is there.
+        // Written under both names, also together with `layer_types`, which decides where it is there.
         let hidden_pattern = fields.size_or("_sliding_window_pattern", 6)?;
         let pattern = fields.size_or("sliding_window_pattern", hidden_pattern)?;
         if pattern == 0 {
@@ -38,7 +38,7 @@ pub(super) static FAMILY: Family = Family {
         let of_kind = |kind: &str| nested.as_ref().map_or(Ok(None), |nested| nested.object(kind));
         let scaling = fields.object("rope_scaling")?;
         let full = of_kind("full_attention")?;
-        // Older files scale global layers alone.
+        // Older files scale only global layers.
         let full = read_rope_object(fields, full.as_ref().or(scaling.as_ref()), &global, sizes)?;
         let sliding = read_rope_object(fields, of_kind("sliding_attention")?.as_ref(), &local, sizes)?;
         if let Some(nested) = &nested {

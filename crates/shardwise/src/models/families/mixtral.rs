@@ -27,7 +27,7 @@ pub(super) static FAMILY: Family = Family {
         // Adds a balancing term to the loss.
         fields.only("output_router_logits", false)?;
         fields.number("router_aux_loss_coef")?;
-        // Noise in training alone.
+        // Noise only in training.
         fields.number("router_jitter_noise")?;
         let experts = ExpertsSpec {
             count: fields.count_or("num_local_experts", 8)?,

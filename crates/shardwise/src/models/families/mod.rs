@@ -69,10 +69,10 @@ pub(super) struct Family {
     pub(super) prefix: &'static str,
     /// Names of weights in files, in both directions.
     pub(super) names: &'static [NameEntry],
-    /// Other names that files may have, for loading alone: if one of these is there, it takes the place of the names of the same
+    /// Other names that files may have, only for loading: if one of these is there, it takes the place of the names of the same
     /// parameters.
     pub(super) other_names: &'static [NameEntry],
-    /// Tensors in files that are no weights of the model: patterns with `*` for any text.
+    /// Tensors in files that are not weights of the model: patterns with `*` for any text.
     pub(super) ignored_tensors: &'static [&'static str],
     /// Reads sizes and options; every field that it supports, and no other.
     pub(super) read: fn(&ConfigFields<'_>) -> Result<Architecture>,
@@ -101,8 +101,8 @@ impl Family {
                 found += ", a model of text and other inputs";
                 // The nearest name would be that of another model.
                 fix = match known.contains(&text) {
-                    true => format!("use a version of the model for text alone, of kind `{text}`"),
-                    false => "use a model for text alone, of a known kind".to_string(),
+                    true => format!("use a text-only version of the model, of kind `{text}`"),
+                    false => "use a text-only model, of a known kind".to_string(),
                 };
             }
             ErrorKind::unknown(name).error::<Error>("model", found, format!("one of {}", known.join(", ")), fix)

@@ -16,7 +16,7 @@ pub(super) static FAMILY: Family = Family {
     read: |fields| {
         let mut spec = read_bert(fields, 30527)?;
         spec.token_types = 0;
-        // Behind the row of padding, which is not configurable.
+        // After the row of padding, which is not configurable.
         spec.first_position = 2;
         spec.distance_buckets = fields.size_or("relative_attention_num_buckets", BUCKETS)?;
         if spec.distance_buckets != BUCKETS {

@@ -98,7 +98,7 @@ pub(super) fn local_axis(window: &Window, elements: &Runs, windows: &Runs) -> Wi
 }
 
 /// The layout `windows` as one of a tensor with spatial `sizes`, to decide on both together: sharded as `elements` along
-/// dimensions that the same axes shard in both, because then halos alone are exchanged, else into plain chunks.
+/// dimensions that the same axes shard in both, because then only halos are exchanged, else into plain chunks.
 pub(super) fn as_elements(windows: &Layout, elements: &Layout, sizes: &[usize]) -> Result<Layout> {
     let plain = element_layout(windows, sizes)?;
     let first = plain.shape().len() - sizes.len();

@@ -76,7 +76,7 @@ pub struct ConvTransposeOptions<D = usize> {
     pub stride: D,
     /// Elements removed from both sides of each spatial dimension.
     pub padding: D,
-    /// Elements added behind each spatial dimension; less than the stride or the dilation.
+    /// Elements added after each spatial dimension; less than the stride or the dilation.
     pub output_padding: D,
     /// Distance between the elements of a window.
     pub dilation: D,

@@ -89,7 +89,7 @@ fn times_inverse_transpose(saved: &SavedTensors<'_>, factor: &DTensor) -> Result
     if is_recording() {
         return Ok(a.mt()?.linalg_solve_ex(&right, true)?.0);
     }
-    // Zero pivots are replaced by the smallest that does not vanish beside 1: the determinant, a factor of the gradient, is zero anyway.
+    // Zero pivots are replaced by the smallest that does not vanish compared with 1: the determinant, a factor of the gradient, is zero anyway.
     let lu = saved.output(3);
     let least = if lu.dtype() == DType::F32 { f64::from(f32::EPSILON) } else { f64::EPSILON };
     let vanishes = lu.eq(0.0)?.to_dtype(lu.dtype())?.mul(&lu.identity(n)?)?;

@@ -48,8 +48,8 @@ impl DTensor {
 
     /// Factorizes matrices as `A = P L U` in packed form: returns `L` and `U` in one tensor, and the pivots (i32, from 1).
     ///
-    /// Batch dimensions may be sharded; matrices are gathered. Without `pivot`, rows are not exchanged, which PyTorch offers on CUDA
-    /// alone.
+    /// Batch dimensions may be sharded; matrices are gathered. Without `pivot`, rows are not exchanged, which PyTorch offers
+    /// only on CUDA.
     ///
     /// # Errors
     /// If a pivot is exactly zero: on the ranks that hold the matrix, and the other ranks get it with their next collective; on all ranks if

@@ -40,7 +40,7 @@ impl DTensor {
         if ord == 0.0 || ord == 1.0 || ord == 2.0 || ord.is_infinite() {
             return self.norm(ord, dims, keepdim);
         }
-        // Powers of zeros have no derivative below order 1: they are constants, beside ones whose powers do.
+        // Powers of zeros have no derivative below order 1: they are constants, next to ones whose powers do.
         let size = self.abs()?;
         let empty = size.detach().eq(0.0)?;
         let power = size.masked_fill(&empty, 1.0)?.pow_scalar(ord)?;

@@ -99,7 +99,7 @@ pub(super) fn broadcast_batch(name: &str, inputs: &[&TensorMeta], batches: &[&[u
     broadcast_shape(batches).map(|b| b.into_vec()).ok_or_else(|| misfit(name, inputs, needed))
 }
 
-/// The signature of an operator that works on every item of a batch alone. Each tensor is given by its own batch dimensions, which
+/// The signature of an operator that works on every item of a batch by itself. Each tensor is given by its own batch dimensions, which
 /// broadcast to `batch`, and by the dimensions of an item; [`Free`] ones are one dimension of the operator.
 pub(super) fn signature(batch: &[usize], inputs: &[BatchDims<'_>], outputs: &[BatchDims<'_>]) -> Signature {
     let free = batch.len();

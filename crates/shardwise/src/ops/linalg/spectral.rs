@@ -17,7 +17,7 @@ impl DTensor {
     /// Returns eigenvalues in ascending order and eigenvectors in columns, of symmetric matrices, of which the lower triangle is read;
     /// the upper one if `upper` (PyTorch's `UPLO="U"`).
     ///
-    /// Eigenvectors are determined up to their signs, and their gradient exists for distinct eigenvalues alone. Batch dimensions may be
+    /// Eigenvectors are determined up to their signs, and their gradient exists only for distinct eigenvalues. Batch dimensions may be
     /// sharded; matrices are gathered.
     #[doc(alias = "linalg.eigh")]
     #[track_caller]
@@ -37,7 +37,7 @@ impl DTensor {
 
     /// Returns `U`, the singular values in descending order, and `V^T`: `A = U S V^T`. With `full_matrices`, `U` and `V` are square.
     ///
-    /// Singular vectors are determined up to their signs, and their gradient exists for distinct singular values alone; columns beyond
+    /// Singular vectors are determined up to their signs, and their gradient exists only for distinct singular values; columns beyond
     /// the singular values have none. Batch dimensions may be sharded; matrices are gathered.
     #[doc(alias = "linalg.svd")]
     #[doc(alias = "svd")]

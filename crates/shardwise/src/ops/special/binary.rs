@@ -26,7 +26,7 @@ struct BinarySpecial {
 enum BinaryDerivatives {
     /// PyTorch treats the result as a constant.
     None,
-    /// With respect to the second argument alone; asking for the other is an error, as in PyTorch.
+    /// With respect to only the second argument; asking for the other is an error, as in PyTorch.
     Second(SecondDerivative),
     /// With respect to both.
     Both(SecondDerivative, SecondDerivative),

@@ -181,7 +181,7 @@ mod tests {
             ("a\n{{ 1 + }}", 2, "unexpected `}}`"),
             ("{% if x %}\n\n{% endfor %}", 3, "unknown tag `endfor`"),
             ("{{ 'a }}", 1, "closing quote"),
-            ("{% include 'x' %}", 1, "alone"),
+            ("{% include 'x' %}", 1, "another template"),
             ("{# a", 1, "comment"),
         ] {
             let problem = Template::parse(source).err().expect(source);

@@ -236,7 +236,7 @@ impl<'s> Parser<'s> {
                 if tag == "break" { Statement::Break } else { Statement::Continue }
             }
             "include" | "import" | "from" | "extends" => {
-                return Err(Problem::new(format!("`{tag}` of another template, and a chat template is alone")));
+                return Err(Problem::new(format!("`{tag}` of another template, of which a chat template has none")));
             }
             _ => {
                 let tag: String = tag.chars().take(40).collect();

@@ -35,7 +35,7 @@ impl Crate {
     }
 
     /// Import cycles between files, direct or indirect. A folder's `mod.rs` and the files in the folder
-    /// are one unit: imports between them are no edges.
+    /// are one unit: imports between them are not edges.
     pub(crate) fn cycles(&self) -> Vec<Vec<String>> {
         let edges: BTreeMap<&ModulePath, BTreeSet<ModulePath>> =
             self.code.iter().map(|(module, text)| (module, self.used(module, text))).collect();

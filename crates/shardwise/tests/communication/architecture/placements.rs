@@ -1,4 +1,4 @@
-//! The kinds of shard placements are known in `src/placement/` alone: adding one changes that folder and no list of kinds
+//! The kinds of shard placements are known only in `src/placement/`: adding one changes that folder and no list of kinds
 //! outside it.
 
 use std::path::Path;

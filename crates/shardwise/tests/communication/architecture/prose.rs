@@ -77,7 +77,7 @@ fn in_code(rest: &str, before: &str) -> (TextKind, usize) {
         None if rest.starts_with('"') => return (TextKind::Literal(None), 1),
         None => {}
     }
-    // A quote as a character is no string.
+    // A quote as a character is not a string.
     let character = ["'\"'", "'\\\"'"].iter().find(|quote| rest.starts_with(**quote));
     (TextKind::Code, character.map_or_else(|| plain_length(rest), |quote| quote.len()))
 }

@@ -12,8 +12,8 @@ use super::prose::{ProseWord, split_rust, words};
 
 /// A phrase and what to write instead.
 ///
-/// Words are separated by spaces and may have alternatives (`is|are`); a last word that begins with `!` lists words that,
-/// if they follow, make the phrase a good one.
+/// Words are separated by spaces and may have alternatives (`is|are`). A last word that begins with `!` lists words that, if they
+/// follow, make the phrase a good one; a first word that begins with `!` lists such words in front of it.
 type PhraseRule = (&'static str, &'static str);
 
 const RULES: &[PhraseRule] = &[
@@ -43,11 +43,22 @@ const RULES: &[PhraseRule] = &[
     ("elsewhere", "name the place"),
     ("others", "name the things"),
     ("those that", "name the things"),
+    ("!there is|are|was|were no !NO", "is not a, are not"),
+    ("beside", "next to, compared with, together with, in addition to"),
+    ("behind it|them|each|every|one !is|are", "after"),
+    ("zeros|rows|columns|padding|elements|added behind", "after"),
+    (
+        "rank|ranks|tensor|tensors|axis|dimension|seed|size|sizes|shape|layout|layouts|index|metadata|argument|value alone",
+        "only",
+    ),
 ];
 
 /// Nouns that may follow "training".
 const RUN: &str = "run|runs|step|steps|loop|loops|data|set|loss|losses|tokens|batch|batches|program|script|job|curve|mode|text|state|\
                    command|example|code|process|world|test|tests|settings|configuration|sample|samples|log|bench|benchmark";
+
+/// Words that may follow "is no".
+const NO: &str = "longer|larger|smaller|faster|slower|worse|better|more|less|such|need|way|use|different";
 
 /// Files that are not checked: the list above.
 const UNCHECKED: &[&str] = &["tests/communication/architecture/words.rs"];
@@ -56,7 +67,7 @@ const UNCHECKED: &[&str] = &["tests/communication/architecture/words.rs"];
 static RULES_BY_WORD: LazyLock<HashMap<&str, Vec<PhraseRule>>> = LazyLock::new(|| {
     let mut rules: HashMap<&str, Vec<PhraseRule>> = HashMap::new();
     for (phrase, instead) in RULES {
-        for word in phrase.split(' ').next().unwrap_or_default().split('|') {
+        for word in split_rule(phrase).1.split(' ').next().unwrap_or_default().split('|') {
             rules.entry(word).or_default().push((phrase, instead));
         }
     }
@@ -76,13 +87,26 @@ impl fmt::Display for WordFinding {
     }
 }
 
-/// Whether the words at the start of `words` are the phrase; how many they are.
-fn matches(phrase: &str, words: &[ProseWord]) -> Option<usize> {
+/// The words that may not come before a phrase, and the phrase.
+fn split_rule(phrase: &str) -> (&str, &str) {
+    phrase.strip_prefix('!').and_then(|rest| rest.split_once(' ')).unwrap_or(("", phrase))
+}
+
+/// Whether the words at the start of `words`, which follow the word `before`, are the phrase; how many they are.
+fn matches(phrase: &str, before: &str, words: &[ProseWord]) -> Option<usize> {
+    let (excepted, phrase) = split_rule(phrase);
+    if !before.is_empty() && excepted.split('|').any(|other| other == before) {
+        return None;
+    }
     let mut length = 0;
     for alternatives in phrase.split(' ') {
         let word = words.get(length).map_or("", |word| word.text.as_str());
         if let Some(exceptions) = alternatives.strip_prefix('!') {
-            let exceptions = if exceptions == "RUN" { RUN } else { exceptions };
+            let exceptions = match exceptions {
+                "RUN" => RUN,
+                "NO" => NO,
+                listed => listed,
+            };
             return (!exceptions.split('|').any(|other| other == word)).then_some(length);
         }
         if !alternatives.split('|').any(|other| other == word) {
@@ -100,7 +124,8 @@ fn findings(text: &str, is_rust: bool) -> Vec<(usize, String, &'static str)> {
     let mut found = Vec::new();
     for start in 0..words.len() {
         for (phrase, instead) in RULES_BY_WORD.get(words[start].text.as_str()).into_iter().flatten() {
-            let Some(length) = matches(phrase, &words[start..]) else { continue };
+            let before = if start > 0 { words[start - 1].text.as_str() } else { "" };
+            let Some(length) = matches(phrase, before, &words[start..]) else { continue };
             let line = words[start].line;
             if !lines[line - 1].contains("words: allow") {
                 let texts: Vec<&str> = words[start..start + length].iter().map(|word| word.text.as_str()).collect();
@@ -158,9 +183,11 @@ fn prose_uses_the_words_of_the_field() {
 #[test]
 fn phrases_are_found_across_lines_and_only_in_prose() {
     let source = "/// The sum is carried\n/// out here. Out of it.\nfn cut() { let tells = \"a whole\\\n  number\"; }\n\
-                  // a training run, a training that ends\n// lies // words: allow\n// was cut off, not cut\n";
+                  // a training run, a training that ends\n// lies // words: allow\n// was cut off, not cut\n\
+                  // there is no bound, a bound is no shape, and no longer one\n// of this rank alone, left alone\n";
     let found: Vec<(usize, String)> =
         findings(source, true).into_iter().map(|(line, phrase, _)| (line, phrase)).collect();
-    let expected = [(1, "carried out"), (3, "whole number"), (5, "a training"), (7, "cut")];
+    let expected =
+        [(1, "carried out"), (3, "whole number"), (5, "a training"), (7, "cut"), (8, "is no"), (9, "rank alone")];
     assert_eq!(found, expected.map(|(line, phrase)| (line, phrase.to_owned())));
 }

@@ -205,7 +205,7 @@ impl Setting {
             for axis in 0..axes.len() {
                 let mut tried = placed.clone();
                 tried[axis] = one_placement(draw, &mesh, input, &placed, axis);
-                // A placement that is invalid beside that of the other axis becomes replicated.
+                // A placement that is invalid together with that of the other axis becomes replicated.
                 if Layout::new(&mesh, input.shape.as_slice(), tried.clone()).is_ok() {
                     placed = tried;
                 }

@@ -97,7 +97,7 @@ fn call(seed: u64, operators: &[&'static Operator], samples: usize) -> (&'static
     if draw.one_in(8) {
         draw.spoil(&mut inputs, &mut attrs);
     }
-    // Slopes beside infinities are infinities of either sign or NaN, by the formula that is chosen.
+    // Slopes next to infinities are infinities of either sign or NaN, by the formula that is chosen.
     let smooth = inputs.iter().all(|i| !matches!(i.values, "special" | "huge"));
     let gradients = smooth && !draw.one_in(3);
     let op = operator.name;
@@ -201,7 +201,7 @@ fn random_calls_match_pytorch() {
     let only = std::env::var("SHARDWISE_ATTACK_OP").ok();
     let operators: Vec<&Operator> =
         operators::all().into_iter().filter(|o| only.as_deref().is_none_or(|name| name == o.name)).collect();
-    assert!(!operators.is_empty(), "SHARDWISE_ATTACK_OP={only:?} is no operator under attack");
+    assert!(!operators.is_empty(), "SHARDWISE_ATTACK_OP={only:?} is not an operator under attack");
     let first = env_or("SHARDWISE_SEED", 0u64);
     let seconds = env_or("SHARDWISE_ATTACK_SECONDS", u64::MAX);
     let default = if seconds == u64::MAX { RECORDED } else { u64::MAX };

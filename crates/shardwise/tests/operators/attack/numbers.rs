@@ -1,4 +1,4 @@
-//! The elements of inputs, computed from a seed and the index of the element alone, with operations that round alike
+//! The elements of inputs, computed only from a seed and the index of the element, with operations that round alike
 //! everywhere: `scripts/attack_oracle.py` computes the same bits, so that calls are exchanged without data.
 
 use candle_core::{DType, Device, Tensor};
@@ -187,7 +187,7 @@ impl Input {
                 let (mut x, mut bound) = (self.real(f), largest);
                 for &(op, k, i) in &pending {
                     x = real_operand(x, op, k, i, f, bound);
-                    // Terms of opposite sign on one axis alone: 3x, which another order of two axes adds up to, may round.
+                    // Terms of opposite sign on only one axis: 3x, which another order of two axes adds up to, may round.
                     bound = if op == ReduceOp::Sum { 0.0 } else { bound };
                 }
                 x

@@ -359,7 +359,8 @@ fn one_hot_takes_any_integer_type_and_only_its_classes() {
     })
     .unwrap();
     for bad in [-1, 3] {
-        let text = refused("an id that is no class", move |_, mesh| i64s(&[0, bad], mesh)?.one_hot(3)?.full_tensor());
+        let text =
+            refused("an id that is not a class", move |_, mesh| i64s(&[0, bad], mesh)?.one_hot(3)?.full_tensor());
         assert!(text.contains("one_hot") && text.contains(&bad.to_string()), "{text}");
     }
 }

@@ -78,7 +78,7 @@ const REASONS: &[Reason] = &[
         "right-hand sides are reduced before: a solution of each term would be rounded at the condition of the matrix",
     ),
     (&["linalg_matrix_rank"], &[], "by chance: all samples have full rank"),
-    (&["digamma"], &["P(min)"], "it rises between its poles alone; by chance the samples are above all of them"),
+    (&["digamma"], &["P(min)"], "it rises only between its poles; by chance the samples are above all of them"),
     (&["special_i1"], EXTREMES, "an infinite operand, which stands for none, gives NaN"),
     (
         &[
@@ -146,7 +146,7 @@ fn enlarged(samples: &[SampleInput]) -> Option<Vec<SampleInput>> {
         let shape = s.shape.iter().map(|&n| if n == 1 { 1 } else { 4 * n }).collect();
         SampleInput { shape, dtype: s.dtype, below: s.below.map(|n| 4 * n) }
     };
-    // One input alone does not broadcast: along a dimension of one element there is nothing to do.
+    // A single input does not broadcast: along a dimension of one element there is nothing to do.
     let some = samples.iter().all(|s| !s.shape.contains(&0) && (samples.len() > 1 || !s.shape.contains(&1)));
     some.then(|| samples.iter().map(larger).collect())
 }

@@ -190,7 +190,7 @@ fn infinities_and_integer_limits_survive_every_unary_operator() {
 fn operands_of_different_dtypes_are_promoted_before_rounding() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
-        // 2^24 + 1 is no f32: a sum of operands that are converted first would lose the one
+        // 2^24 + 1 is not an f32: a sum of operands that are converted first would lose the one
         let part = Tensor::full((1i64 << 23) + world.rank() as i64, 3, &candle_core::Device::Cpu)?;
         let whole = DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Sum)])?;
         let half = DTensor::full(0.5, (3, DType::F64), &mesh, [Replicate])?;

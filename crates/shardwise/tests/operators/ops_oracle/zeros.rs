@@ -45,7 +45,7 @@ pub(crate) fn differing(
                 let outputs = (op.apply)(&inputs)?;
                 outputs.iter().filter(|t| t.dtype().is_float()).map(|t| zeros(&t.full_tensor()?)).collect()
             };
-            // Zeros are no valid arguments of some operators.
+            // Zeros are not valid arguments of some operators.
             let Ok(expected) = run(&alone, &vec![Replicate; samples.len()]) else { continue };
             let mut tried = vec![Vec::new()];
             for sample in &samples {

@@ -1,4 +1,4 @@
-//! `autocast` beside PyTorch's, and in every layout.
+//! `autocast` compared with PyTorch's, and in every layout.
 //!
 //! Values recorded from PyTorch 2.15, `torch.autocast("cpu", dtype=torch.bfloat16)`.
 

@@ -1,4 +1,4 @@
-//! Complex numbers beside PyTorch's, in every layout. Values recorded from PyTorch 2.15 in complex128.
+//! Complex numbers compared with PyTorch's, in every layout. Values recorded from PyTorch 2.15 in complex128.
 
 use std::f64::consts::{FRAC_PI_4, PI, SQRT_2};
 

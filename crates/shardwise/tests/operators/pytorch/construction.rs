@@ -35,7 +35,7 @@ fn local_parts_have_the_shape_that_their_placements_say() {
             let x = DTensor::from_local(&mine, &mesh, placements)?;
             assert_eq!((x.shape(), rows(&x.to_local())), (&shape[..], rows(&mine)));
         }
-        // 9 rows over 8 ranks: two on four of them, one on the next, none behind it
+        // 9 rows over 8 ranks: two on four of them, one on the next, none after it
         let count = [2, 2, 2, 2, 1, 0, 0, 0][world.rank()];
         let x = DTensor::from_local_with_shape(&full(1, count, 4), &line, [Shard(0)], (9, 4))?;
         assert_eq!((x.shape(), list(&x)?), (&[9, 4][..], vec![1.0; 36]));

@@ -211,7 +211,7 @@ fn a_module_of_many_layers_is_distributed_as_the_function_says() {
         let stack = build()?;
         distribute_module(&stack, &|_, _| None, None, None)?;
         assert_eq!(placements(&stack), vec![Replicate; 40]);
-        // two layers alone, one of them frozen
+        // only two layers, one of them frozen
         let stack = build()?;
         stack.layers[8].weight.set_requires_grad(false);
         let chosen = |path: &str, _: &Param| {

@@ -13,7 +13,7 @@ fn ends(mesh: &DeviceMesh, ends: &[i64]) -> Result<DTensor> {
     DTensor::replicate(&Tensor::from_slice(ends, ends.len(), &Device::Cpu)?, mesh)
 }
 
-/// A product per group of rows, in operators that are no grouped products; rows behind the last group are 0.
+/// A product per group of rows, in operators that are not grouped products; rows after the last group are 0.
 fn by_group(x: &DTensor, matrices: &DTensor, ends: &[i64]) -> Result<DTensor> {
     let mut parts = Vec::new();
     let mut start = 0;

@@ -155,7 +155,7 @@ fn attention_of_sharded_batches_and_heads_has_the_gradients_of_one_rank() {
         let run = |t: &[DTensor]| t[0].scaled_dot_product_attention(&t[1], &t[2], causal);
         let whole = leaves(Replicate)?;
         let wanted = run(&whole)?.sum_all()?.backward()?;
-        // a causal mask: the first of a sequence sees itself alone
+        // a causal mask: the first of a sequence sees only itself
         let (first, value) = (run(&whole)?.i((.., .., 0))?, whole[2].i((.., .., 0))?);
         assert!(first.allclose(&value, 1e-12, 1e-12)?);
         for placement in [Replicate, Shard(0), Shard(1)] {

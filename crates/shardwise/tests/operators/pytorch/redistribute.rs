@@ -275,7 +275,7 @@ fn local_shapes_and_offsets_of_strided_shards_are_those_of_pytorch() {
     for (mesh, n, placements, rows, offsets) in cases {
         assert_eq!(parts(mesh, n, placements), (rows.to_vec(), offsets.to_vec()), "{n} rows, {placements}");
     }
-    // 18 rows each, 8 on the last rank of dp that has any, nothing behind it
+    // 18 rows each, 8 on the last rank of dp that has any, nothing after it
     let (rows, offsets) = parts("a=30,b=8", 4096, "SS(0,8),S(0)");
     assert_eq!((rows[0], offsets[0], rows[28 * 8], offsets[28 * 8]), (18, 0, 8, 504));
     assert!(rows[29 * 8..].iter().all(|rows| *rows == 0) && offsets[29 * 8..].iter().all(|first| *first == 4096));

@@ -23,7 +23,7 @@ fn decisions_are_kept_per_argument_placement_shape_and_number_of_inputs() {
         let mesh = world.mesh([("a", 2)])?;
         let x = tensor(&mesh, &[4, 6, 8], &[Shard(0)])?;
         type Call = fn(&DTensor) -> Result<()>;
-        // pairs that differ in one argument alone
+        // pairs that differ in only one argument
         let pairs: [(&str, Call, Call); 4] = [
             ("sort", |x| x.sort(0, false).map(drop), |x| x.sort(1, false).map(drop)),
             ("chunk", |x| x.chunk(2, 1).map(drop), |x| x.chunk(2, 2).map(drop)),

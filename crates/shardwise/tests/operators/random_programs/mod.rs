@@ -1,7 +1,7 @@
 //! Random programs of operators over random layouts; every value is compared with the unsharded run.
 //!
 //! Every rank generates the same program from its seed: some leaves in random layouts, then operators on earlier values.
-//! Every operator runs twice, on the mesh and on a mesh of this rank alone.
+//! Every operator runs twice, on the mesh and on a mesh of this rank only.
 //!
 //! Gradients are taken through a second set of programs, and compared too.
 //!
@@ -47,7 +47,7 @@ fn random_programs_give_the_unsharded_values() {
     writeln!(std::io::stdout(), "random programs: {cases} equal, {operators} operators").unwrap();
 }
 
-/// Runs programs on one world. The mesh follows from the number of the batch, so that a seed alone repeats its program.
+/// Runs programs on one world. The mesh follows from the number of the batch, so that only a seed is needed to repeat its program.
 fn run_batch(seeds: std::ops::Range<u64>, batch: u64) -> usize {
     let axes = MESHES[(batch % MESHES.len() as u64) as usize];
     let size: usize = axes.iter().product();

@@ -268,7 +268,7 @@ fn index_select(p: &mut Program) -> Result<()> {
     apply!(p, "index, from the back", [x, index], true, 1.0, |x| x[0].index(&x[1].rsub_scalar(-1.0)?))
 }
 
-/// A shape for an index beside `x`: shorter in some dimensions, of any length along `dim`.
+/// A shape for an index into `x`: shorter in some dimensions, of any length along `dim`.
 fn index_shape(p: &mut Program, x: usize, dim: usize) -> Vec<usize> {
     let shape = p.value(x).shape().to_vec();
     let mut sizes: Vec<usize> = shape.iter().map(|&n| if p.chance(0.3) { p.below(n + 1) } else { n }).collect();

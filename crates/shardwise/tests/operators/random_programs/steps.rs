@@ -135,7 +135,7 @@ fn scalars(p: &mut Program) -> Result<()> {
     }
 }
 
-/// Functions that jump, on exact values alone.
+/// Functions that jump, only on exact values.
 fn discontinuous(p: &mut Program) -> Result<()> {
     let Some(x) = p.find(Value::is_exact) else { return Ok(()) };
     let table: [(&str, Unary); 9] = [

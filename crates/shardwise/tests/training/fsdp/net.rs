@@ -135,12 +135,12 @@ impl Way {
     }
 }
 
-/// A mesh of this rank alone.
+/// A mesh of this rank only.
 pub(crate) fn alone(world: &World) -> Result<DeviceMesh> {
     world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
 }
 
-/// A model on this rank alone.
+/// A model on this rank only.
 pub(crate) fn reference(world: &World, width: usize, dtype: DType) -> Result<(DeviceMesh, Net)> {
     let mesh = alone(world)?;
     mesh.manual_seed(5);

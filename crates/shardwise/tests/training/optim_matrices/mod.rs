@@ -123,7 +123,7 @@ fn results_do_not_depend_on_the_layout_on_one_to_four_ranks() {
     }
 }
 
-/// The state of an optimizer on a mesh of this rank alone.
+/// The state of an optimizer on a mesh of this rank only.
 fn of_one_rank(state: &OptimizerState) -> FullState {
     let of_param = |(name, param): (&String, &ParamState)| {
         let tensors = param.tensors.iter().map(|(kind, tensor)| (kind.clone(), tensor.to_local())).collect();
