@@ -75,7 +75,7 @@ unsafe fn claim(start: *mut u8, layout: Layout) -> *mut u8 {
 }
 
 // SAFETY: every call goes to the system's allocator, with memory for a header before what the caller gets; whether there is
-// a header depends on the layout alone, which is the same when memory is freed.
+// a header depends only on the layout, which is the same when memory is freed.
 unsafe impl GlobalAlloc for CountedMemory {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller's.
