@@ -2,7 +2,7 @@
 
 use std::panic::Location;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::scalar::Scalar;
 use super::{OpEntry, SampleInput};
@@ -50,14 +50,18 @@ impl DTensor {
     pub fn diagonal(&self, offset: isize) -> Result<DTensor> {
         // Beyond the matrix all offsets are alike, and sums with the largest integers would overflow.
         let offset = offset.clamp(-FAR, FAR);
-        let only = self.band("diagonal", offset, offset, 0.0)?;
-        let [.., rows, columns] = *self.shape() else { unreachable!("checked by band") };
-        // Row i holds only the element of column i + offset.
+        let [.., rows, columns] = *self.shape() else {
+            return Err(self.bad_dims("diagonal", &[], "matrices in the last two dimensions"));
+        };
         let first = offset.unsigned_abs() * usize::from(offset < 0);
         let (row, column) = (first.min(rows), (first as isize + offset).clamp(0, columns as isize) as usize);
         let len = (rows - row).min(columns - column);
-        let summed = only.sum(&[-1], false)?.narrow(-1, row, len)?;
-        summed.to_dtype(self.dtype())
+        // Chosen, not summed: a sum with zeros would lose the sign of zero.
+        let own = self.constant(&Tensor::arange(column as i64, (column + len) as i64, &Device::Cpu)?)?.unsqueeze(-1)?;
+        let mut shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
+        let ndim = shape.len();
+        (shape[ndim - 2], shape[ndim - 1]) = (len as isize, 1);
+        self.narrow(-2, row, len)?.gather(-1, &own.expand(&shape)?)?.squeeze(Some(-1))
     }
 
     /// Writes -inf where `column - row` is below `lower` or above `upper`; `None` is not a bound.

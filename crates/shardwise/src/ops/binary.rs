@@ -248,8 +248,7 @@ functions! {
         => gradients(gradient_only(|g| Ok(g.clone())), nonlinear(|a, b, g| g.mul(&a.div_floor(b)?)?.neg()));
     /// Returns the angle of the point `(other, self)`, from -pi to pi.
     atan2: Float, &[], |a, b| fast(math::atan2::<FMA>(a, b), a.atan2(b)), integer(float_only(a, b))
-        => gradients(nonlinear(|a, b, g| g.mul(b)?.div(&a.square()?.add(&b.square()?)?)),
-            nonlinear(|a, b, g| g.mul(a)?.div(&a.square()?.add(&b.square()?)?)?.neg()));
+        => gradients(nonlinear(|a, b, g| over_square(b, &a.hypot(b)?, g)), nonlinear(|a, b, g| over_square(a, &a.hypot(b)?, g)?.neg()));
     /// Returns `sqrt(self^2 + other^2)` without intermediate overflow.
     hypot: Float, &[], |a, b| fast(math::hypot::<FMA>(a, b), a.hypot(b)), integer(float_only(a, b))
         => gradients(nonlinear(|a, b, g| g.mul(a)?.div(&a.hypot(b)?)), nonlinear(|a, b, g| g.mul(b)?.div(&a.hypot(b)?)));
@@ -291,12 +290,12 @@ functions! {
     fmin: Promoted, &[], |a, b| each(if a <= b || b.is_nan() { a } else { b }), integer(a.min(b))
         => gradients(nonlinear(|a, b, g| first_counts(&a.le(b)?, b)?.where_cond(g, &zero(g)?)),
             nonlinear(|a, b, g| first_counts(&a.le(b)?, b)?.where_cond(&zero(g)?, g)));
-    /// Returns the larger of each element and a lower bound; NaN if either is. Equal tensors share the gradient; that of a number goes
-    /// to this tensor, as in [`clamp`](Self::clamp).
+    /// Returns the larger of each element and a lower bound; NaN if either is. Equal tensors share the gradient; where an
+    /// element equals a number it is 0, as in [`clamp`](Self::clamp).
     clamp_min: Promoted, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), integer(a.max(b))
         => gradients(nonlinear(|a, b, g| g.mul(&share(&a.gt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.gt(a)?, a, b)?)));
-    /// Returns the smaller of each element and an upper bound; NaN if either is. Equal tensors share the gradient; that of a number
-    /// goes to this tensor, as in [`clamp`](Self::clamp).
+    /// Returns the smaller of each element and an upper bound; NaN if either is. Equal tensors share the gradient; where an
+    /// element equals a number it is 0, as in [`clamp`](Self::clamp).
     clamp_max: Promoted, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), integer(a.min(b))
         => gradients(nonlinear(|a, b, g| g.mul(&share(&a.lt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.lt(a)?, a, b)?)));
     /// Returns the magnitude of this tensor with the sign of `other`.
@@ -445,6 +444,12 @@ fn share(truth: &DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
 /// 1 where the first operand is the result of `fmax` or `fmin`: where it wins, or the second is NaN.
 fn first_counts(wins: &DTensor, second: &DTensor) -> Result<DTensor> {
     wins.logical_or(&second.isnan()?)
+}
+
+/// `g * x / length^2`, and 0 where the length is 0, as in PyTorch. Small lengths have no square.
+fn over_square(x: &DTensor, length: &DTensor, g: &DTensor) -> Result<DTensor> {
+    let divided = g.mul(&x.div(length)?)?.div(length)?;
+    length.eq(0.0)?.where_cond(&zero(&divided)?, &divided)
 }
 
 /// The greatest common divisor, not negative.

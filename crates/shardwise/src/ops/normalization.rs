@@ -182,6 +182,7 @@ impl DTensor {
     /// ranks, the mean is all-reduced, and the result is `Partial(Sum)`. Two passes, so it is accurate for data far from zero.
     #[track_caller]
     pub fn var(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
+        resolve("var", dims, self)?;
         let x = self.without_partials("var", dims)?;
         if let Some(wide) = x.widened()? {
             return wide.var(dims, correction, keepdim)?.to_dtype(self.dtype());
@@ -338,7 +339,7 @@ impl DTensor {
         let signed = |dims: &[usize]| dims.iter().map(|&n| n as isize).collect::<Vec<_>>();
         let apart = self.unflatten(1, &[groups as isize, (self.shape()[1] / groups) as isize])?;
         let normal = apart.layer_norm(apart.ndim() - 2, None, None, eps)?.reshape(&signed(self.shape()))?;
-        normal.per_channel(weight, bias)
+        normal.per_channel("group_norm", weight, bias)
     }
 
     /// Applies batch normalization to `[n, channels, ...]`: mean 0 and variance 1 per channel, times `weight` and plus `bias`.
@@ -381,9 +382,9 @@ impl DTensor {
                 (&own.0, &own.1)
             }
         };
-        let centred = self.sub(&self.channels(mean)?)?;
-        let normal = centred.mul(&self.channels(&variance.add_scalar(eps)?.rsqrt()?)?)?;
-        normal.per_channel(weight, bias)
+        let centred = self.sub(&self.channels("batch_norm", mean)?)?;
+        let normal = centred.mul(&self.channels("batch_norm", &variance.add_scalar(eps)?.rsqrt()?)?)?;
+        normal.per_channel("batch_norm", weight, bias)
     }
 
     /// Computes the mean and the variance (with divisor `n - correction`) of every channel of `[n, channels, ...]`.
@@ -409,14 +410,20 @@ impl DTensor {
 
     /// Reshapes a vector with one number per channel to broadcast with `[n, channels, ...]`.
     #[track_caller]
-    fn channels(&self, vector: &DTensor) -> Result<DTensor> {
+    fn channels(&self, name: &str, vector: &DTensor) -> Result<DTensor> {
+        if vector.shape() != [self.shape()[1]] {
+            let found = format!("shape {:?} in {name} of {}", vector.shape(), self.layout());
+            let needed = format!("shape [{}], one number per channel", self.shape()[1]);
+            let fix = "create weight, bias and statistics with the number of channels";
+            return Err(ErrorKind::shape(vector.shape()).error("weight, bias or statistics", found, needed, fix));
+        }
         vector.reshape(&[vec![-1], vec![1; self.ndim() - 2]].concat())
     }
 
     #[track_caller]
-    fn per_channel(&self, weight: Option<&DTensor>, bias: Option<&DTensor>) -> Result<DTensor> {
-        let scaled = weight.map_or(Ok(self.clone()), |w| self.mul(&self.channels(w)?))?;
-        bias.map_or(Ok(scaled.clone()), |b| scaled.add(&self.channels(b)?))
+    fn per_channel(&self, name: &str, weight: Option<&DTensor>, bias: Option<&DTensor>) -> Result<DTensor> {
+        let scaled = weight.map_or(Ok(self.clone()), |w| self.mul(&self.channels(name, w)?))?;
+        bias.map_or(Ok(scaled.clone()), |b| scaled.add(&self.channels(name, b)?))
     }
 
     /// Fails unless a weight or bias has the shape of the last `dims` dimensions.

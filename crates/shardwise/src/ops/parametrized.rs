@@ -63,6 +63,7 @@ impl DTensor {
     }
 
     /// Clamps each element to `min..=max`; `None` is not a bound. NaN stays NaN.
+    /// The gradient is 0 where an element is a bound, as in PyTorch since 2.15.
     ///
     /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
@@ -386,10 +387,9 @@ impl Parametrized {
             }
             Parametrized::Clamp(low, high) => {
                 let x = saved.input(0);
-                let bound = |s: Option<Scalar>, none: f64| x.full_like(s.map_or(none, |s| s.0));
-                let above = x.ge(&bound(low, f64::NEG_INFINITY)?)?;
-                let inside = above.logical_and(&x.le(&bound(high, f64::INFINITY)?)?)?;
-                inside.where_cond(g, &g.zeros_like()?)?
+                let within = |inside: Result<DTensor>, g: &DTensor| inside?.where_cond(g, &g.zeros_like()?);
+                let g = low.map_or(Ok(g.clone()), |low| within(x.gt(low.0), g))?;
+                high.map_or(Ok(g.clone()), |high| within(x.lt(high.0), &g))?
             }
             Parametrized::NanToNum(..) => saved.input(0).isfinite()?.where_cond(g, &g.zeros_like()?)?,
         };

@@ -224,6 +224,12 @@ impl DTensor {
     #[track_caller]
     fn form(&self, op: &Convolution, weight: &DTensor, groups: usize, bias: Option<&DTensor>) -> Result<DTensor> {
         let spatial = op.windows.len();
+        let out = if op.computes == Computes::Input { weight.shape()[1] * groups } else { weight.shape()[0] };
+        if let Some(bias) = bias.filter(|bias| bias.shape() != [out]) {
+            let found = format!("shape {:?} in {} of {}", bias.shape(), op.name, self.layout());
+            let needed = format!("shape [{out}], one number per channel of the result");
+            return Err(ErrorKind::shape(bias.shape()).error("bias", found, needed, "create the bias with that shape"));
+        }
         let wide = dtype::promote(self.dtype(), weight.dtype());
         let typed = |t: &DTensor| if t.dtype() == wide { Ok(t.clone()) } else { t.to_dtype(wide) };
         let (x, weight) = (typed(self)?, typed(weight)?);

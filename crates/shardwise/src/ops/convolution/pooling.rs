@@ -95,6 +95,11 @@ impl DTensor {
         }
         let window = Window { size, stride: stride.unwrap_or(size), padding, dilation: 1 };
         let real = dtype::real(self.dtype());
+        if function == PoolFn::Mean && self.dtype() == DType::I64 {
+            // PyTorch divides integers, towards zero.
+            let mean = self.to_dtype(DType::F64)?.pooling(name, function, spatial, size, stride, padding)?;
+            return mean.trunc()?.to_dtype(DType::I64);
+        }
         if function == PoolFn::Mean && self.dtype() != real {
             return self.to_dtype(real)?.pooling(name, function, spatial, size, stride, padding);
         }

@@ -323,3 +323,82 @@ fn damaged_windows_and_histograms_are_refused() {
         Ok(())
     });
 }
+
+#[test]
+fn a_diagonal_keeps_the_sign_of_zero() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[-0.0, 1.0, f64::INFINITY, -0.0], DType::F32, mesh, &placement)?.reshape(&[2, 2])?;
+        let diagonal = x.diagonal(0)?.full_tensor()?.to_vec1::<f32>()?;
+        assert!(diagonal.iter().all(|x| *x == 0.0 && x.is_sign_negative()), "{diagonal:?}");
+        Ok(())
+    });
+}
+
+#[test]
+fn the_gradient_of_atan2_is_zero_at_the_origin_and_finite_near_it() {
+    everywhere(|mesh, placement| {
+        // The squares of the last point are 0 in f32.
+        let y = reals(&[0.0, 3.0, 3e-30], DType::F32, mesh, &placement)?.requires_grad();
+        let x = reals(&[0.0, 4.0, 4e-30], DType::F32, mesh, &placement)?.requires_grad();
+        let gradients = y.atan2(&x)?.sum_all()?.backward()?;
+        for (leaf, wanted) in [(&y, [0.0, 0.16, 0.16e30]), (&x, [0.0, -0.12, -0.12e30])] {
+            let slope = gradients.get(leaf)?.full_tensor()?.to_vec1::<f32>()?;
+            for (got, wanted) in slope.iter().zip(wanted) {
+                assert!((f64::from(*got) - wanted).abs() <= 1e-6 * f64::abs(wanted), "{got} {wanted}");
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_gradient_of_clamp_is_zero_on_a_bound() {
+    everywhere(|mesh, placement| {
+        let slope = |clamped: fn(&DTensor) -> Result<DTensor>| {
+            let x = reals(&[-2.0, 0.0, 2.0, f64::NAN], DType::F32, mesh, &placement)?.requires_grad();
+            clamped(&x)?.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f32>().map_err(shardwise::Error::from)
+        };
+        assert_eq!(slope(|x| x.clamp(Some(-2.0), Some(2.0)))?, [0.0, 1.0, 0.0, 0.0]);
+        assert_eq!(slope(|x| x.clamp_min(-2.0))?, [0.0, 1.0, 1.0, 0.0]);
+        assert_eq!(slope(|x| x.clamp_max(2.0))?, [1.0, 1.0, 0.0, 0.0]);
+        Ok(())
+    });
+}
+
+#[test]
+fn parameters_of_another_number_of_channels_are_refused() {
+    everywhere(|mesh, _| {
+        let of = |shape: &[usize]| DTensor::ones(shape, DType::F32, mesh, [Replicate]);
+        let five = of(&[5])?;
+        let line = of(&[3, 3, 5])?.conv1d(&of(&[1, 3, 1])?, Some(&five), ConvOptions::default());
+        let plane = of(&[2, 3, 4, 4])?.conv2d(&of(&[1, 3, 3, 3])?, Some(&five), ConvOptions::default());
+        let normal = of(&[2, 2])?.group_norm(2, Some(&of(&[1])?), None, 1e-5);
+        for (result, needed) in [(line, "shape [1]"), (plane, "shape [1]"), (normal, "shape [2]")] {
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains(needed), "{error}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn variances_name_each_dimension_once_in_every_layout() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[1.0, 2.0, 3.0, 4.0], DType::F32, mesh, &placement)?.reshape(&[2, 2])?;
+        for result in [x.var(&[1, 1], 1.0, false), x.std(&[0, -2], 1.0, false)] {
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains("each once"), "{error}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn average_pools_of_i64_divide_towards_zero() {
+    everywhere(|mesh, _| {
+        let x =
+            DTensor::distribute_tensor(&Tensor::new(&[[[-5i64, 0, 7, 8]]], &Device::Cpu)?, mesh, [Replicate], None)?;
+        assert_eq!(x.avg_pool1d(2, None, 0)?.full_tensor()?.flatten_all()?.to_vec1::<i64>()?, [-2, 7]);
+        Ok(())
+    });
+}
