@@ -77,6 +77,13 @@ fn a_step_is_planned_from_a_built_in_model_and_says_what_would_fit() {
     }
 }
 
+/// The batch grows with the ranks, what a rank holds does not: one f32 per token of the batch would be 256 MB.
+#[test]
+fn a_rank_of_a_million_holds_no_gradient_of_the_batch() {
+    let report = json(&succeeds(&["plan", "gpt", "--mesh", "dp=1000003", "--plan", "ddp", "--json"]));
+    assert!(report["peak_bytes"].as_u64().unwrap() < 20_000_000, "{}", report["peak_bytes"]);
+}
+
 /// Rows of a search: meshes, and whether they fit.
 fn searched(arguments: &[&str]) -> Vec<(String, Option<bool>)> {
     let rows = succeeds(&[&["plan"], arguments, &["--search", "--json"]].concat());

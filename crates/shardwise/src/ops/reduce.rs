@@ -339,8 +339,8 @@ fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Resul
     record_implicit_operator(name, || gradient.to_layout_at(&to, site))
 }
 
-/// Narrows a broadcast gradient along axes that shard `x`, without communication. The next operator may copy it, and must not
-/// copy the gradients of all ranks.
+/// Narrows the broadcast gradient of a vector, such as losses of tokens, along axes that shard it, without communication. The next
+/// operator may copy it, and must not copy the gradients of all ranks. Of a matrix, the next operator may need it in another layout.
 #[track_caller]
 fn sharded_like(gradient: &DTensor, x: &Layout) -> Result<DTensor> {
     let own = gradient.layout();
@@ -350,7 +350,7 @@ fn sharded_like(gradient: &DTensor, x: &Layout) -> Result<DTensor> {
         true => now.is_replicate() || now == of_x,
         false => !now.is_shard(None),
     };
-    if !both().all(fits) {
+    if x.shape().len() > 1 || !both().all(fits) {
         return Ok(gradient.clone());
     }
     let placements: Vec<Placement> =
