@@ -198,7 +198,7 @@ fn in_other_calls(calls: &[RankCall]) -> String {
 }
 
 /// A collective, send or receive as one rank called it: the rank, the call and its source line.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankCall {
     /// Global rank of the caller.
     pub rank: usize,

@@ -105,6 +105,10 @@ impl MpiCommunicator {
     /// Waits for a message, a failure or the exit of its sender, or the deadline.
     fn wait_for(&self, envelope: &Envelope, call: &dyn Fn() -> RankCall) -> Result<Message> {
         let Launch { process, messages, .. } = &*self.launch;
+        if let Some(message) = messages.take(&process.message_comm, envelope)? {
+            return Ok(message);
+        }
+        let _receiving = messages.wait(envelope.from, call());
         self.launch.wait_for(envelope.from, call, || {
             // Read before the queue: if the sender has left by now, all of its messages are found below.
             let (failure, sent) = (process.service.failure(), process.service.sent_by(envelope.from));

@@ -20,7 +20,7 @@ const SLEEP: Duration = Duration::from_micros(100);
 
 pub(super) struct Launch {
     pub(super) process: &'static Process,
-    pub(super) messages: MessageQueue,
+    pub(super) messages: Arc<MessageQueue>,
     pub(super) deadline: Duration,
     pub(super) check: bool,
     pub(super) limits: CollectiveLimits,
@@ -35,7 +35,7 @@ impl Launch {
         let network = Network::of_hosts(Arc::clone(&process.hosts), settings.inside, settings.across)?;
         Ok(Launch {
             process,
-            messages: MessageQueue::new(process.message_comm.size()),
+            messages: Arc::new(MessageQueue::new(process.message_comm.size())),
             deadline: settings.deadline,
             check: settings.check,
             limits: CollectiveLimits {

@@ -8,9 +8,11 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, with_bytes};
+use shardwise::error::RankCall;
 use shardwise::{Error, Result, TensorMeta};
 
 use super::comm::{Comm, Request, Requests};
+use super::deadlock::ActiveReceive;
 
 /// Sender, group and tag of a message, by which receives match it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -42,6 +44,14 @@ struct Header {
 pub(super) struct MessageQueue {
     outgoing: Mutex<OutgoingMessages>,
     incoming: Mutex<IncomingMessages>,
+    /// The receive in progress, and the number of receives so far.
+    receiving: Mutex<(Option<PendingReceive>, u64)>,
+}
+
+/// A receive in progress.
+struct PendingReceive {
+    from: usize,
+    call: RankCall,
 }
 
 struct OutgoingMessages {
@@ -72,7 +82,28 @@ impl MessageQueue {
         MessageQueue {
             outgoing: Mutex::new(OutgoingMessages { sent: vec![0; size], sending: Vec::new() }),
             incoming: Mutex::new(IncomingMessages { received: vec![0; size], unclaimed: HashMap::new() }),
+            receiving: Mutex::default(),
         }
+    }
+
+    /// Reports a receive as in progress until what this returns is dropped.
+    pub(super) fn wait(&self, from: usize, call: RankCall) -> impl Drop + '_ {
+        struct ClearOnDrop<'a>(&'a MessageQueue);
+        impl Drop for ClearOnDrop<'_> {
+            fn drop(&mut self) {
+                self.0.receiving.lock().0 = None;
+            }
+        }
+        let mut receiving = self.receiving.lock();
+        *receiving = (Some(PendingReceive { from, call }), receiving.1 + 1);
+        ClearOnDrop(self)
+    }
+
+    /// The receive in progress.
+    pub(super) fn receiving(&self) -> Option<ActiveReceive> {
+        let (pending, number) = &*self.receiving.lock();
+        let PendingReceive { from, call } = pending.as_ref()?;
+        Some(ActiveReceive { from: *from, arrived: self.received(*from), number: *number, call: call.clone() })
     }
 
     /// Number of messages that were sent to every rank.

@@ -105,7 +105,7 @@ pub(crate) fn run<T: Send>(
     let launch = Launch::new(process, settings)?;
     launches.count += 1;
     let rank = process.world.rank();
-    process.service.enter(launches.count);
+    process.service.enter(launches.count, &launch.messages);
     let threads = settings.kernel_threads.unwrap_or(process.share_of_cores);
     limit_candle_threads(threads);
     let launch = Arc::new(launch);

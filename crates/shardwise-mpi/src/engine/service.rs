@@ -16,9 +16,10 @@ use shardwise::error::RankCall;
 use shardwise::{Error, Result};
 
 use super::comm::{Comm, ReceivedMessage, Request};
-use super::deadlock::{ActiveCollective, RankActivity, find_cycle};
+use super::deadlock::{ActiveCollective, ActiveReceive, RankActivity, find_cycle};
 use super::exposed_tensors::{ExposedSetId, ExposedStore, ReadRequest};
 use super::groups::{GroupState, Groups};
+use super::messages::MessageQueue;
 
 pub(super) struct Service {
     /// Messages between services.
@@ -42,6 +43,8 @@ pub(super) struct Service {
 struct JobStatus {
     /// Number of the current launch, or of the last one.
     launch: u64,
+    /// Messages of that launch.
+    messages: Option<Arc<MessageQueue>>,
     left: HashMap<u64, HashMap<usize, LaunchExit>>,
     /// Whether the process of each rank has ended.
     ended: Vec<bool>,
@@ -66,6 +69,9 @@ const LEFT: c_int = 3;
 const ENDED: c_int = 4;
 const QUERY_ACTIVITY: c_int = 5;
 const ACTIVITY: c_int = 6;
+
+/// Stands for a group where calls are named by group and number: the receives of a rank. Identities of groups are hashes.
+const RECEIVES: u64 = 0;
 
 /// How long the thread sleeps between polls: at first after it was busy, and at most. A read of an exposed tensor waits this
 /// long; a shorter sleep takes time from the kernels of the rank.
@@ -128,8 +134,14 @@ impl Service {
     }
 
     /// Starts a launch in this process.
-    pub(super) fn enter(&self, launch: u64) {
-        self.status.lock().launch = launch;
+    pub(super) fn enter(&self, launch: u64, messages: &Arc<MessageQueue>) {
+        let mut status = self.status.lock();
+        (status.launch, status.messages) = (launch, Some(Arc::clone(messages)));
+    }
+
+    /// The messages of the current launch, or of the last one.
+    fn messages(&self) -> Option<Arc<MessageQueue>> {
+        self.status.lock().messages.clone()
     }
 
     /// The lowest rank that has reported a failure in the current launch, and its error.
@@ -222,7 +234,7 @@ impl Service {
         }
     }
 
-    /// The collectives that this rank is in and has started.
+    /// The collectives that this rank is in and has started, the message that it waits for, and how many it has sent.
     fn activity(&self) -> RankActivity {
         let waiting = |group: Arc<GroupState>| {
             let number = group.begun.load(SeqCst);
@@ -231,7 +243,13 @@ impl Service {
         };
         // In this order: a collective that starts in between only shows that the rank is not late.
         let waiting = self.groups.in_collective().into_iter().filter_map(waiting).collect();
-        RankActivity { active: waiting, begun: self.groups.begun() }
+        let messages = self.messages();
+        RankActivity {
+            active: waiting,
+            begun: self.groups.begun(),
+            receiving: messages.as_ref().and_then(|messages| messages.receiving()),
+            sent: messages.map(|messages| messages.sent()).unwrap_or_default(),
+        }
     }
 
     fn work(&self) {
@@ -239,6 +257,7 @@ impl Service {
             service: self,
             sending: Vec::new(),
             seen: HashMap::new(),
+            receiving: None,
             activities: HashMap::new(),
             asked: None,
         };
@@ -262,9 +281,11 @@ struct ServiceLoop<'a> {
     sending: Vec<(Request, Box<dyn Send>)>,
     /// Collectives that were in progress at the last poll, by group: their number, and when it was first seen.
     seen: HashMap<u64, (u64, Instant)>,
+    /// The receive that was in progress at the last poll: its number, and when it was first seen.
+    receiving: Option<(u64, Instant)>,
     /// Answers of the other ranks to the last query.
     activities: HashMap<usize, RankActivity>,
-    /// The call for which they were queried, as group and number, and how long it must last before the next query.
+    /// The call for which they were queried, as group (or [`RECEIVES`]) and number, and how long it must last before the next query.
     asked: Option<(u64, u64, Duration)>,
 }
 
@@ -299,6 +320,20 @@ impl ServiceLoop<'_> {
             if waited > WATCH_AFTER {
                 self.check_pending_call(&group, number, waited)?;
             }
+        }
+        // The waiting rank itself watches the deadline of a receive, and whether its sender leaves.
+        match self.service.messages().and_then(|messages| messages.receiving()) {
+            Some(ActiveReceive { number, .. }) => {
+                let (seen, since) = self.receiving.get_or_insert_with(|| (number, Instant::now()));
+                if *seen != number {
+                    (*seen, *since) = (number, Instant::now());
+                }
+                let waited = since.elapsed();
+                if waited > WATCH_AFTER {
+                    self.check_for_deadlock(RECEIVES, number, waited)?;
+                }
+            }
+            None => self.receiving = None,
         }
         Ok(busy || !self.sending.is_empty())
     }
@@ -348,7 +383,7 @@ impl ServiceLoop<'_> {
             self.service.abort_job(&Error::PeerLeft { rank, call: Box::new(call) }.to_string());
         }
         if waited < deadline {
-            return self.check_for_deadlock(group, number, waited);
+            return self.check_for_deadlock(group.identity, number, waited);
         }
         let others: Vec<usize> = group.ranks.iter().copied().filter(|&r| r != self.service.rank()).collect();
         self.query_all()?;
@@ -373,18 +408,18 @@ impl ServiceLoop<'_> {
     }
 
     /// Ends the job if this rank is part of a deadlock.
-    fn check_for_deadlock(&mut self, group: &GroupState, number: u64, waited: Duration) -> Result<()> {
+    fn check_for_deadlock(&mut self, group: u64, number: u64, waited: Duration) -> Result<()> {
         let next = match self.asked {
-            Some((identity, asked, next)) if (identity, asked) == (group.identity, number) => next,
+            Some((identity, asked, next)) if (identity, asked) == (group, number) => next,
             // Answers to earlier queries are not about this call.
             _ => {
                 self.activities.clear();
-                self.asked = Some((group.identity, number, FIRST_QUERY));
+                self.asked = Some((group, number, FIRST_QUERY));
                 return Ok(());
             }
         };
         if waited > next {
-            self.asked = Some((group.identity, number, waited * 2));
+            self.asked = Some((group, number, waited * 2));
             return self.query_all();
         }
         if self.activities.is_empty() {
@@ -426,11 +461,10 @@ impl ServiceLoop<'_> {
         for rank in missing {
             text += &match self.activities.get(&rank) {
                 None => format!("\nshardwise: rank {rank} does not answer"),
-                Some(activity) if activity.active.is_empty() => format!("\nshardwise: rank {rank} is in no call"),
-                Some(activity) => {
-                    let calls = activity.active.iter().map(|waiting| waiting.of_rank(rank).to_string());
-                    format!("\nshardwise: {}", calls.collect::<Vec<_>>().join("; "))
-                }
+                Some(activity) => match activity.calls(rank).map(|call| call.to_string()).collect::<Vec<_>>() {
+                    calls if calls.is_empty() => format!("\nshardwise: rank {rank} is in no call"),
+                    calls => format!("\nshardwise: {}", calls.join("; ")),
+                },
             };
         }
         text
