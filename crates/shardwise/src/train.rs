@@ -32,6 +32,7 @@ use candle_core::DType;
 use crate::autograd::{BackwardOptions, Gradients};
 use crate::error::{ErrorKind, Result};
 use crate::models::Model;
+use crate::nn::EvaluationScope;
 use crate::optim::{ShardedOptimizer, clip_grad_norm};
 use crate::param::Param;
 use crate::tensor::{DTensor, no_grad};
@@ -113,15 +114,14 @@ impl<M: Model> Trainer<M> {
         self.apply(gradients, loss)
     }
 
-    /// Returns the loss of a batch in evaluation mode, without gradients. The model is in training mode afterwards.
+    /// Returns the loss of a batch in evaluation mode, without gradients. The mode of the model does not change, whether this
+    /// succeeds or not.
     ///
     /// Collective: all ranks of the mesh must call it.
     #[track_caller]
     pub fn evaluate(&self, batch: &[DTensor]) -> Result<f64> {
-        self.model.eval();
-        let loss = no_grad(|| self.model.batch_loss(batch)).and_then(|loss| number(&loss));
-        self.model.train();
-        loss
+        let _evaluation = EvaluationScope::new(&self.model);
+        no_grad(|| self.model.batch_loss(batch)).and_then(|loss| number(&loss))
     }
 
     /// Gradients and loss of one of `batches` batches, scaled by `1 / batches`.

@@ -4,6 +4,7 @@ use candle_core::DType;
 
 use crate::error::{ErrorKind, Result};
 use crate::models::LanguageModel;
+use crate::nn::EvaluationScope;
 use crate::ops::{LossOptions, Reduction};
 use crate::tensor::{DTensor, no_grad};
 
@@ -26,7 +27,7 @@ impl Perplexity {
 /// Measures a model on batches of ids and targets, `[batch, length]` each, as datasets of [`data`](crate::data) give them.
 ///
 /// Every predicted token counts the same, whichever batch it is in; targets of -100 do not count. Collective: all ranks of the
-/// mesh must call it with the same batches. The model is in training mode afterwards.
+/// mesh must call it with the same batches. The mode of the model does not change, whether this succeeds or not.
 ///
 /// # Errors
 /// [`ErrorKind::Data`] if there is no target, and those of the forward pass.
@@ -36,15 +37,12 @@ pub fn perplexity(
     batches: impl IntoIterator<Item = Result<Vec<DTensor>>>,
 ) -> Result<Perplexity> {
     let (mut sum, mut tokens) = (0.0, 0);
-    model.eval();
-    let measured: Result<()> = batches.into_iter().try_for_each(|batch| {
+    let _evaluation = EvaluationScope::new(model);
+    for batch in batches {
         let (loss, count) = no_grad(|| sum_of_batch(model, &batch?))?;
         sum += loss;
         tokens += count;
-        Ok(())
-    });
-    model.train();
-    measured?;
+    }
     if tokens == 0 {
         let fix = "use longer texts, or conversations with answers";
         return Err(ErrorKind::Data.error("data", "no token to predict", "one at least", fix));

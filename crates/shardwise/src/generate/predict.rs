@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::models::{KvCache, LanguageModel, PretrainedModel, batch_placements};
-use crate::nn::Module;
+use crate::nn::{EvaluationScope, Module};
 use crate::placement::Placement;
 use crate::tensor::{DTensor, no_grad};
 
@@ -54,13 +54,13 @@ impl<P: NextLogits + ?Sized> NextLogits for &mut P {
     }
 }
 
-/// A model with a key/value cache: a new token costs one pass over one position. The model is in evaluation mode as long as
-/// this exists.
+/// A model with a key/value cache: a new token costs one pass over one position. The model computes in evaluation mode as long as
+/// this exists; its own mode does not change.
 pub struct CachedPredictor<'a> {
     model: &'a PretrainedModel,
     mesh: DeviceMesh,
     cache: KvCache,
-    _mode: EvaluationMode<'a>,
+    _evaluation: EvaluationScope,
 }
 
 impl<'a> CachedPredictor<'a> {
@@ -69,7 +69,12 @@ impl<'a> CachedPredictor<'a> {
     /// # Errors
     /// [`ErrorKind::Model`] if the model has no parameters.
     pub fn new(model: &'a PretrainedModel) -> Result<Self> {
-        Ok(CachedPredictor { model, mesh: mesh_of(model)?, cache: KvCache::new(), _mode: EvaluationMode::new(model) })
+        Ok(CachedPredictor {
+            model,
+            mesh: mesh_of(model)?,
+            cache: KvCache::new(),
+            _evaluation: EvaluationScope::new(model),
+        })
     }
 }
 
@@ -97,15 +102,15 @@ impl NextLogits for CachedPredictor<'_> {
     }
 }
 
-/// A model without a cache: every new token costs a pass over the last `window` tokens. Rows must have one length. The model is
-/// in evaluation mode as long as this exists.
+/// A model without a cache: every new token costs a pass over the last `window` tokens. Rows must have one length. The model
+/// computes in evaluation mode as long as this exists; its own mode does not change.
 pub struct UncachedPredictor<'a> {
     model: &'a dyn LanguageModel,
     mesh: DeviceMesh,
     vocab_size: usize,
     window: usize,
     seen: Vec<Vec<u32>>,
-    _mode: EvaluationMode<'a>,
+    _evaluation: EvaluationScope,
 }
 
 impl<'a> UncachedPredictor<'a> {
@@ -114,8 +119,8 @@ impl<'a> UncachedPredictor<'a> {
     /// # Errors
     /// [`ErrorKind::Model`] if the model has no parameters.
     pub fn new(model: &'a dyn LanguageModel, vocab_size: usize, window: usize) -> Result<Self> {
-        let (mesh, mode) = (mesh_of(model)?, EvaluationMode::new(model));
-        Ok(UncachedPredictor { model, mesh, vocab_size, window, seen: Vec::new(), _mode: mode })
+        let (mesh, evaluation) = (mesh_of(model)?, EvaluationScope::new(model));
+        Ok(UncachedPredictor { model, mesh, vocab_size, window, seen: Vec::new(), _evaluation: evaluation })
     }
 }
 
@@ -155,23 +160,6 @@ fn mesh_of(model: &dyn Module) -> Result<DeviceMesh> {
     match model.named_parameters().first() {
         Some((_, param)) => Ok(param.get().device_mesh().clone()),
         None => Err(ErrorKind::Model.error("model", "no parameters", "a language model", "load one")),
-    }
-}
-
-/// Keeps a model in evaluation mode as long as it exists; then the model is in training mode, as after
-/// [`Trainer::evaluate`](crate::train::Trainer::evaluate).
-struct EvaluationMode<'a>(&'a dyn Module);
-
-impl<'a> EvaluationMode<'a> {
-    fn new(model: &'a dyn Module) -> Self {
-        model.eval();
-        EvaluationMode(model)
-    }
-}
-
-impl Drop for EvaluationMode<'_> {
-    fn drop(&mut self) {
-        self.0.train();
     }
 }
 

@@ -49,6 +49,7 @@ mod build;
 mod conv;
 mod distribute;
 mod dropout;
+mod evaluation;
 mod fsdp;
 mod full_state;
 mod hints;
@@ -82,6 +83,7 @@ pub use conv::{
 };
 pub use distribute::distribute_module;
 pub use dropout::{AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout};
+pub(crate) use evaluation::EvaluationScope;
 pub use fsdp::{FsdpModule, MixedPrecision};
 pub(crate) use full_state::{check_rank, described_by, gather_to, stand_in, text_of};
 pub use hints::{Heads, PlanHints};

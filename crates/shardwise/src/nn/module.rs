@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use candle_core::{DType, Device};
 use parking_lot::Mutex;
@@ -124,7 +124,7 @@ pub trait Module {
     fn set_training(&self, training: bool) {
         self.walk("", &mut |_, item| {
             if let ModuleItem::TrainingMode(mode) = item {
-                mode.0.store(training, Relaxed);
+                mode.0.training.store(training, Relaxed);
             }
         });
     }
@@ -377,18 +377,25 @@ impl ExtraState {
 /// The switch between training and evaluation, as a field of a module; training until [`Module::eval`]. Clones share it.
 #[doc(alias = "training")]
 #[derive(Clone)]
-pub struct TrainingMode(Arc<AtomicBool>);
+pub struct TrainingMode(pub(super) Arc<ModeState>);
+
+/// What a [`TrainingMode`] consists of.
+pub(super) struct ModeState {
+    training: AtomicBool,
+    /// How many evaluations and generations run in the module: they may overlap and end in any order.
+    pub(super) evaluations: AtomicUsize,
+}
 
 impl Default for TrainingMode {
     fn default() -> Self {
-        TrainingMode(Arc::new(AtomicBool::new(true)))
+        TrainingMode(Arc::new(ModeState { training: AtomicBool::new(true), evaluations: AtomicUsize::new(0) }))
     }
 }
 
 impl TrainingMode {
-    /// Whether the module is in training mode.
+    /// Whether the module computes as in training: not after [`Module::eval`], nor during an evaluation or a generation.
     pub fn is_training(&self) -> bool {
-        self.0.load(Relaxed)
+        self.0.training.load(Relaxed) && self.0.evaluations.load(Relaxed) == 0
     }
 }
 

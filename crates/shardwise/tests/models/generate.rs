@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 use shardwise::generate::{CachedPredictor, ChatSession, Generation, Sampling, StopReason, perplexity};
 use shardwise::models::{self, PretrainedModel, load_tokenizer};
+use shardwise::nn::{Module, ModuleItem};
 use shardwise::plan::{DataParallel, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
 use shardwise::text::{ChatOptions, Message};
@@ -252,6 +253,47 @@ fn perplexity_is_the_exponential_of_the_mean_loss_of_counted_tokens() {
         });
         assert!(found.0 == tokens && (found.1 / 1e5 - loss).abs() < 2e-5 && found.2, "{found:?}, not {loss}");
     }
+}
+
+#[test]
+fn generation_and_perplexity_leave_the_mode_of_the_model() {
+    on_mesh("gpt2", "tp=2", |model| {
+        let modes = || {
+            let mut modes = Vec::new();
+            model.walk("", &mut |_, item| {
+                if let ModuleItem::TrainingMode(mode) = item {
+                    modes.push(mode.is_training());
+                }
+            });
+            assert!(!modes.is_empty() && modes.iter().all(|mode| *mode == modes[0]), "{modes:?}");
+            modes[0]
+        };
+        let tokenizer = model.tokenizer()?;
+        for training in [true, false, true] {
+            model.set_training(training);
+            let mut first = model.generate("hello", Sampling::greedy().tokens(3))?;
+            first.next().expect("a token")?;
+            assert!(!modes(), "in evaluation mode as long as it generates");
+            // Two that overlap, and the one that began first ends first.
+            let mut second = model.generate("heads", Sampling::greedy().tokens(3))?;
+            drop(first);
+            assert!(!modes());
+            second.next().expect("a token")?;
+            drop(second);
+            assert_eq!(modes(), training);
+            assert!(Generation::new(CachedPredictor::new(model)?, tokenizer, &[], Sampling::greedy()).is_err());
+            assert_eq!(modes(), training);
+            assert!(perplexity(model, [Err(Error::other("no file"))]).is_err());
+            assert_eq!(modes(), training);
+            // What is set meanwhile counts afterwards.
+            let generation = model.generate("hello", Sampling::greedy())?;
+            model.set_training(!training);
+            assert!(!modes());
+            drop(generation);
+            assert_eq!(modes(), !training);
+        }
+        Ok(())
+    });
 }
 
 #[test]

@@ -100,7 +100,7 @@ fn gradients_are_clipped_to_a_norm() {
 }
 
 #[test]
-fn evaluation_disables_dropout_and_restores_training_mode() {
+fn evaluation_disables_dropout_and_leaves_the_mode_of_the_model() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let (dropping, plain) = (trainer(&mesh, 0.5)?, trainer(&mesh, 0.0)?);
@@ -111,9 +111,15 @@ fn evaluation_disables_dropout_and_restores_training_mode() {
             Ok(trainer.model.batch_loss(&batch)?.full_tensor()?.to_scalar::<f64>()?)
         };
         assert_ne!(training(&dropping)?, plain.evaluate(&batch)?);
+        assert!(training(&dropping)? != training(&plain)?);
         // also after a batch that cannot be evaluated
         assert!(dropping.evaluate(&[batch[0].clone(), batch[0].clone()]).is_err());
         assert_ne!(training(&dropping)?, plain.evaluate(&batch)?);
+        // a model in evaluation mode stays in it
+        dropping.model.eval();
+        assert_eq!(dropping.evaluate(&batch)?, plain.evaluate(&batch)?);
+        assert!(dropping.evaluate(&[batch[0].clone(), batch[0].clone()]).is_err());
+        assert_eq!(training(&dropping)?, plain.evaluate(&batch)?);
         Ok(())
     };
     launch(2, run).unwrap();
