@@ -53,7 +53,7 @@ pub fn shard_module(module: &dyn Module, mesh: &DeviceMesh, plan: &ShardingPlan)
     let inventory = ModuleInventory::new(module);
     let redistributions = inventory.redistributions(plan, mesh)?;
     let planned_hooks = inventory.planned_hooks(plan, mesh)?;
-    let positional = inventory.positional(plan, mesh)?;
+    let (positional, expected) = (inventory.positional(plan, mesh)?, inventory.expected(plan, mesh)?);
     let mut layers: Vec<(&Hooks, Arc<dyn Layer>)> = Vec::new();
     for (path, sharder) in inventory.replaced(plan)? {
         let layer = sharder.shard(&inventory.view(&path, mesh)).map_err(|e| with_path(e, &path))?;
@@ -63,6 +63,8 @@ pub fn shard_module(module: &dyn Module, mesh: &DeviceMesh, plan: &ShardingPlan)
         tensor.redistribute(&layout)?;
     }
     layers.into_iter().for_each(|(hooks, layer)| hooks.replace(layer));
+    // First, so that they see inputs as they arrive.
+    expected.into_iter().for_each(|(hooks, placements)| hooks.on_input(arrives_in(placements)));
     for PlannedHooks { hooks, input, output, local } in planned_hooks {
         input.into_iter().for_each(|target| hooks.on_input(redistribute_to(target)));
         output.into_iter().for_each(|target| hooks.on_output(redistribute_to(target)));
@@ -94,6 +96,20 @@ impl ShardingPlan {
 /// A hook that redistributes a tensor.
 fn redistribute_to(target: TargetPlacements) -> impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static {
     move |x| x.to_layout(&target.layout(x.layout())?)
+}
+
+/// A hook that refuses a tensor in other placements.
+fn arrives_in(expected: TargetPlacements) -> impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static {
+    move |x| {
+        let layout = expected.layout(x.layout())?;
+        if layout.placements() == x.placements() {
+            return Ok(x.clone());
+        }
+        let found = format!("an input in {}", x.layout());
+        let needed = format!("{layout}, as `input` of the style or plan states");
+        let fix = "redistribute the input, or state the placement in which it arrives";
+        Err(ErrorKind::Plan.error("module input", found, needed, fix))
+    }
 }
 
 /// Redistributes the parameters at a path or pattern. Collective: all ranks of the mesh must call it.
@@ -313,7 +329,8 @@ impl ModuleInventory {
                 ParamPlan::Sharder(_) => named.extend(modules().map(|path| (pattern, path))),
             }
         }
-        let hooked = plan.inputs.iter().chain(&plan.outputs).filter(|(_, places)| !places.is_empty());
+        let hooked = plan.inputs.iter().chain(&plan.outputs).chain(&plan.expected);
+        let hooked = hooked.filter(|(_, places)| !places.is_empty());
         let hooked = hooked.map(|(pattern, _)| pattern).chain(&plan.locals);
         named.extend(hooked.flat_map(|pattern| modules().map(move |path| (pattern, path))));
         for (module, sharder) in &replaced {
@@ -353,6 +370,20 @@ impl ModuleInventory {
             let local = plan.locals.iter().any(|pattern| own(&pattern));
             if input.is_some() || output.is_some() || local {
                 all.push(PlannedHooks { hooks: self.hooks_of(path)?, input, output, local });
+            }
+        }
+        Ok(all)
+    }
+
+    /// Placements in which inputs arrive, with the hooks of their modules.
+    fn expected(&self, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<(&Hooks, TargetPlacements)>> {
+        let names: Vec<&String> = self.modules.iter().map(|(path, _)| path).collect();
+        let mut all = Vec::new();
+        for (pattern, placements) in &plan.expected {
+            check_match(pattern, "module", &names)?;
+            placements.check(mesh.mesh()).map_err(|e| with_path(e, pattern))?;
+            for path in names.iter().filter(|path| matches(pattern, path)) {
+                all.push((self.hooks_of(path)?, placements.clone()));
             }
         }
         Ok(all)

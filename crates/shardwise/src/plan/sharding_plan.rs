@@ -108,6 +108,9 @@ pub struct ShardingPlan {
     /// Inputs and outputs of modules that have several.
     #[serde(default, rename = "numbered", skip_serializing_if = "Vec::is_empty")]
     pub(super) positional: Vec<PositionalEntry>,
+    /// Placements in which inputs of modules arrive.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) expected: Vec<(String, TargetPlacements)>,
 }
 
 /// Placements of one of several inputs or outputs.
@@ -159,6 +162,14 @@ impl ShardingPlan {
     pub fn input(mut self, pattern: &str, target: impl Into<TargetPlacements>) -> Self {
         self.inputs.retain(|(key, places)| key != pattern || !places.is_empty());
         self.inputs.push((pattern.to_string(), target.into()));
+        self
+    }
+
+    /// Requires that the inputs of the modules that match a pattern arrive in these placements: a forward pass with another is an
+    /// error on every rank. They are compared before [`input`](Self::input) redistributes; several entries for one module all count.
+    #[doc(alias = "input_layouts")]
+    pub fn expect_input(mut self, pattern: &str, placements: impl Into<TargetPlacements>) -> Self {
+        self.expected.push((pattern.to_string(), placements.into()));
         self
     }
 
@@ -233,6 +244,7 @@ impl ShardingPlan {
         displace(&mut self.inputs, pattern);
         displace(&mut self.outputs, pattern);
         self.locals.retain(|key| key != pattern && !matches(pattern, key));
+        displace(&mut self.expected, pattern);
         let nothing = || TargetPlacements::Along(Vec::new());
         // An entry for parameters is added in any case, so that a pattern that matches nothing is an error.
         self.takes_precedence(EntryKind::Param, pattern);
@@ -377,7 +389,7 @@ impl ShardingPlan {
     /// Checks that all patterns are well-formed.
     pub(super) fn check_patterns(&self) -> Result<()> {
         let keys = self.params.iter().map(|(key, _)| key);
-        let hooked = self.inputs.iter().chain(&self.outputs).map(|(key, _)| key);
+        let hooked = self.inputs.iter().chain(&self.outputs).chain(&self.expected).map(|(key, _)| key);
         let positional = self.positional.iter().map(|entry| &entry.pattern);
         let merged = self.merged.iter().map(|(key, _)| key);
         keys.chain(hooked).chain(&self.locals).chain(positional).chain(merged).try_for_each(|key| check(key))
@@ -476,7 +488,8 @@ impl fmt::Display for ShardingPlan {
         let inputs = self.inputs.iter().map(|(path, places)| ("input", path, places.to_string()));
         let outputs = self.outputs.iter().map(|(path, places)| ("output", path, places.to_string()));
         let locals = self.locals.iter().map(|path| ("output", path, "local shard".to_string()));
-        for (what, path, text) in params.chain(inputs).chain(outputs).chain(locals) {
+        let expected = self.expected.iter().map(|(path, places)| ("arrives", path, places.to_string()));
+        for (what, path, text) in params.chain(expected).chain(inputs).chain(outputs).chain(locals) {
             let text = if text.is_empty() { "unchanged" } else { text.as_str() };
             writeln!(f, "{what:<10}  {:<28}  {text}", format!("`{path}`"))?;
         }

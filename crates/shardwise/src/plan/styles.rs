@@ -64,20 +64,40 @@ pub fn parallelize_module(module: &dyn Module, mesh: &DeviceMesh, styles: &[(&st
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ColwiseParallel {
     axis: String,
+    input: Option<Placement>,
     output: Option<Placement>,
 }
 
 impl ColwiseParallel {
     /// Over a mesh axis.
     pub fn new(axis: &str) -> Self {
-        ColwiseParallel { axis: axis.to_string(), output: None }
+        ColwiseParallel { axis: axis.to_string(), input: None, output: None }
     }
 
-    /// States the placement in which the input arrives, as PyTorch's `input_layouts` does for plain tensors.
+    /// States the placement over the axis in which the input arrives, from where it is redistributed. A forward pass with an
+    /// input in another placement over the axis is an error on every rank.
     ///
-    /// For programs that are ported: a distributed tensor knows its layout, so this changes nothing.
+    /// PyTorch's `input_layouts` declares the layout of a plain tensor; a distributed tensor knows its own, and is compared.
+    ///
+    /// ```
+    /// use shardwise::nn::{Builder, Forward, Linear};
+    /// use shardwise::plan::{ColwiseParallel, parallelize_module};
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let up = Linear::new(&Builder::new(&mesh), 4, 8)?;
+    ///     parallelize_module(&up, &mesh, &[("", &ColwiseParallel::new("tp").input(Shard(0)))])?;
+    ///     let x = DTensor::ones((6, 4), DType::F32, &mesh, [Shard(0)])?;
+    ///     assert_eq!(up.forward(&x)?.placements(), [Shard(1)]);
+    ///     assert!(up.forward(&x.redistribute([Replicate])?).is_err());
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
     #[doc(alias = "input_layouts")]
-    pub fn input(self, _placement: Placement) -> Self {
+    pub fn input(mut self, placement: Placement) -> Self {
+        self.input = Some(placement);
         self
     }
 
@@ -100,6 +120,7 @@ impl ParallelStyle for ColwiseParallel {
         let plan = param(plan, module, "weight", &self.axis, &Placement::Shard(weight));
         let plan = param(plan, module, "bias", &self.axis, &Placement::Shard(0));
         let output = self.output.clone().unwrap_or(Placement::Shard(features));
+        let plan = expected(plan, module, &self.axis, self.input.as_ref());
         let plan = plan.input_along(module.path(), &self.axis, &Placement::Replicate);
         Ok(plan.output_along(module.path(), &self.axis, &output))
     }
@@ -113,18 +134,20 @@ impl ParallelStyle for ColwiseParallel {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowwiseParallel {
     axis: String,
+    input: Option<Placement>,
     output: Placement,
 }
 
 impl RowwiseParallel {
     /// Over a mesh axis.
     pub fn new(axis: &str) -> Self {
-        RowwiseParallel { axis: axis.to_string(), output: Placement::Replicate }
+        RowwiseParallel { axis: axis.to_string(), input: None, output: Placement::Replicate }
     }
 
-    /// States the placement in which the input arrives; see [`ColwiseParallel::input`].
+    /// States the placement over the axis in which the input arrives; see [`ColwiseParallel::input`].
     #[doc(alias = "input_layouts")]
-    pub fn input(self, _placement: Placement) -> Self {
+    pub fn input(mut self, placement: Placement) -> Self {
+        self.input = Some(placement);
         self
     }
 
@@ -146,6 +169,7 @@ impl ParallelStyle for RowwiseParallel {
         };
         let plan = param(plan, module, "weight", &self.axis, &Placement::Shard(weight));
         let plan = param(plan, module, "bias", &self.axis, &Placement::Replicate);
+        let plan = expected(plan, module, &self.axis, self.input.as_ref());
         Ok(plan.input_along(module.path(), &self.axis, &input).output_along(module.path(), &self.axis, &self.output))
     }
 }
@@ -279,6 +303,14 @@ impl ParallelStyle for PrepareModuleInputOutput {
 fn param(plan: ShardingPlan, module: &ModuleView, name: &str, axis: &str, placement: &Placement) -> ShardingPlan {
     match module.param(name) {
         Some(_) => plan.param_along(&join(module.path(), name), axis, placement),
+        None => plan,
+    }
+}
+
+/// Adds the placement in which the input arrives, if the style states one.
+fn expected(plan: ShardingPlan, module: &ModuleView, axis: &str, placement: Option<&Placement>) -> ShardingPlan {
+    match placement {
+        Some(placement) => plan.expect_input(module.path(), [(axis, placement.clone())]),
         None => plan,
     }
 }

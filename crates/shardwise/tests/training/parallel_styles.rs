@@ -230,6 +230,56 @@ fn data_parallelism_in_one_line_communicates_gradients_once() {
     ThreadWorld::new(4).unwrap().run(program).unwrap();
 }
 
+#[test]
+fn an_input_that_arrives_in_another_placement_than_stated_is_an_error() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let whole = DTensor::from_fn(((4, 8), DType::F64), &mesh, [Shard(0), Replicate], |i| (i[0] * 8 + i[1]) as f64)?;
+        let arriving = |placement: Placement| whole.redistribute([Shard(0), placement]);
+        for stated in [Replicate, Shard(0), Shard(-1)] {
+            let (colwise, rowwise) =
+                (ColwiseParallel::new("tp").input(stated.clone()), RowwiseParallel::new("tp").input(stated.clone()));
+            let styles: [(&dyn ParallelStyle, Placement); 2] = [(&colwise, Shard(1)), (&rowwise, Replicate)];
+            for (style, output) in styles {
+                mesh.manual_seed(7);
+                let layer = Linear::new(&Builder::new(&mesh).dtype(DType::F64), 8, 8)?;
+                let expected = layer.forward(&whole)?.full_tensor()?;
+                parallelize_module(&layer, &mesh, &[("", style)])?;
+                for placement in [Replicate, Shard(0), Shard(1)] {
+                    let found = layer.forward(&arriving(placement.clone())?);
+                    if placement == stated.normalized(2)? {
+                        let y = found?;
+                        assert_eq!(y.placements(), [Shard(0), output.clone()]);
+                        assert!(close(&y.full_tensor()?, &expected));
+                        continue;
+                    }
+                    let error = found.unwrap_err();
+                    assert_eq!(error.kind(), Some(&shardwise::error::ErrorKind::Plan));
+                    let text = error.to_string();
+                    let parts = ["an input in", "as `input` of the style or plan states", "redistribute the input"];
+                    assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+                }
+            }
+        }
+        // a plan says it too: its text, which ranks compare, has it; and it can be taken back
+        let plan = ShardingPlan::new().expect_input("up", [("tp", Shard(0))]);
+        assert!(plan.to_string().contains("arrives") && plan != ShardingPlan::new());
+        let stored: ShardingPlan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+        assert_eq!(stored, plan);
+        for (plan, fails) in [(plan.clone(), true), (plan.remove("up"), false)] {
+            let mlp = Mlp::new(&Builder::new(&mesh).dtype(DType::F64), 8, 8, Activation::Gelu)?;
+            let plan = if fails { plan } else { plan.param("up.weight", [("tp", Shard(0))]) };
+            let outcome = shard_module(&mlp, &mesh, &plan);
+            assert_eq!(outcome.and_then(|()| mlp.forward(&whole)).is_err(), fails);
+        }
+        let mlp = Mlp::new(&Builder::new(&mesh), 8, 8, Activation::Gelu)?;
+        let misspelled = ShardingPlan::new().expect_input("upp", [("tp", Shard(0))]);
+        assert!(shard_module(&mlp, &mesh, &misspelled).unwrap_err().to_string().contains("`upp`"));
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
 /// A custom style: weights of norms are sharded.
 struct Pieces;
 
