@@ -44,10 +44,13 @@ impl DTensor {
         Ok(whole.local().flatten_all()?.to_vec1::<T>()?[0])
     }
 
-    /// Whether two tensors on one mesh have the same shape, type and elements. The same answer on every rank.
+    /// Whether two tensors on one mesh have the same shape, type and elements. The same answer on every rank of the mesh.
     ///
-    /// Collective: every rank of the mesh must call it. `other` is redistributed to the layout of this tensor. A rank outside the
-    /// mesh holds no elements and gets `true`, without communication; PyTorch asks the ranks of the mesh for it.
+    /// Collective: every rank of the mesh must call it. `other` is redistributed to the layout of this tensor.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoData`] in a dry run, and on a rank outside the mesh if shapes and types are equal: the answer is in elements
+    /// that such a rank does not have. PyTorch asks the ranks of the mesh for it, so that all ranks of the world have to call.
     #[doc(alias = "torch.equal")]
     #[track_caller]
     pub fn equal(&self, other: &DTensor) -> Result<bool> {
@@ -58,7 +61,7 @@ impl DTensor {
     }
 
     /// Whether two tensors on one mesh have the same shape and `|a - b| <= atol + rtol * |b|` for all elements. The same answer
-    /// on every rank. Collective, as [`equal`](Self::equal) is.
+    /// on every rank of the mesh. Collective, as [`equal`](Self::equal) is, and with its errors.
     #[track_caller]
     pub fn allclose(&self, other: &DTensor, rtol: f64, atol: f64) -> Result<bool> {
         self.all_elements("allclose", other, Location::caller(), |a, b| Ok(all_close(a, b, rtol, atol)?))
@@ -79,9 +82,7 @@ impl DTensor {
         if self.shape() != other.shape() {
             return Ok(false);
         }
-        if !self.layout().mesh().contains(world.rank()) {
-            return Ok(true);
-        }
+        self.check_readable(name)?;
         record_implicit_operator(name, || {
             let a = self.reduced(site)?;
             let b = other.to_layout_at(a.layout(), site)?;
