@@ -2,7 +2,7 @@
 //!
 //! Run with `cargo run --example 03_collectives`.
 
-use candle_core::{Device, Tensor};
+use shardwise::candle_core::{Device, Tensor};
 use shardwise::prelude::*;
 
 fn main() -> Result<()> {

@@ -2,7 +2,7 @@
 //!
 //! Run with `cargo run --example 04_data_parallel`.
 
-use candle_core::{D, Device, Tensor};
+use shardwise::candle_core::{D, Device, Tensor};
 use shardwise::prelude::*;
 
 const SAMPLES: usize = 103; // not divisible by 4: shards are uneven
@@ -31,7 +31,7 @@ fn train(world: &World) -> Result<Vec<f64>> {
     let truth = Tensor::new(&[1.0, -2.0, 0.5, 3.0, -0.25], &Device::Cpu)?.reshape((FEATURES, 1))?;
     let y = x.matmul(&truth)?;
 
-    let mut weights = Tensor::zeros((FEATURES, 1), candle_core::DType::F64, &Device::Cpu)?;
+    let mut weights = Tensor::zeros((FEATURES, 1), shardwise::candle_core::DType::F64, &Device::Cpu)?;
     for _ in 0..STEPS {
         let error = (x.matmul(&weights)? - &y)?;
         let gradient = (x.t()?.matmul(&error)? * (2.0 / SAMPLES as f64))?;

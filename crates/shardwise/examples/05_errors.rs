@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use candle_core::{DType, Device, Tensor};
+use shardwise::candle_core::{DType, Device, Tensor};
 use shardwise::prelude::*;
 
 fn main() -> Result<()> {

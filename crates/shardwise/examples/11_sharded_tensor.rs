@@ -2,8 +2,8 @@
 //!
 //! Run with `cargo run --example 11_sharded_tensor`.
 
-use candle_core::{Device, Tensor};
 use shardwise::ThreadWorld;
+use shardwise::candle_core::{Device, Tensor};
 use shardwise::prelude::*;
 use shardwise::sharded::{
     ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor, shard_tensor,

@@ -61,7 +61,7 @@
 //! ```
 //!
 //! ```
-//! # use candle_core::{Device, Tensor};
+//! use shardwise::candle_core::{Device, Tensor};
 //! # use shardwise::prelude::*;
 //! # launch(4, |world| {
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
@@ -81,7 +81,7 @@
 //! ```
 //!
 //! ```
-//! # use candle_core::{Device, Tensor};
+//! use shardwise::candle_core::{Device, Tensor};
 //! # use shardwise::prelude::*;
 //! # launch(4, |world| {
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;

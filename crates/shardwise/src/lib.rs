@@ -21,7 +21,8 @@
 //! * [`train`]: the training loop for any model.
 //! * [`DryWorld`]: the program of one rank of a world of any size, with shapes but without data.
 //!
-//! Local tensors are [`candle_core::Tensor`]s on the CPU.
+//! Local tensors are [`candle_core::Tensor`]s on the CPU. The crate is re-exported as [`shardwise::candle_core`](candle_core):
+//! a program uses it from there, and so has the version that Shardwise is built with.
 //!
 //! ```
 //! use shardwise::prelude::*;
@@ -76,6 +77,8 @@ pub mod generate;
 pub mod train;
 pub mod report;
 pub mod guide;
+
+pub use candle_core;
 
 pub use autograd::{BackwardOptions, GradientHook, Gradients, checkpoint_activations, jvp, local_map};
 pub use comm::{

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
-use candle_core::{Device, Tensor};
 use shardwise::ThreadWorld;
+use shardwise::candle_core::{Device, Tensor};
 use shardwise::checkpoint::{
     self, CheckpointFormat, Contents, FileRole, FileToWrite, Files, Format, FormatWriter, Restore, SaveOptions, State,
     Stateful, Value, ValueStorage, WrittenFile,

@@ -5,8 +5,8 @@ use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
+use shardwise::candle_core::{Device, Tensor};
 use shardwise::checkpoint::{
     self, CheckpointFormat, Contents, ConvertOptions, FileRole, FileToWrite, Files, Format, FormatWriter, Key,
     SaveOptions, State, StoredTensor, Value, ValueStorage, WrittenFile,

@@ -5,9 +5,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 use shardwise::Mesh;
+use shardwise::candle_core::{Device, Tensor};
 use shardwise::checkpoint::{self, Series, State};
 use shardwise::data::{Batches, Dataset};
 use shardwise::error::ErrorKind;
@@ -404,7 +404,7 @@ fn an_export_has_the_names_of_the_model_and_is_read_back() {
     // transposed in files
     of("document_encoder.mlp.1.wi.weight", &[12, 18]);
     of("query_encoder.mlp.0.wo.bias", &[12]);
-    let stored = candle_core::safetensors::load(path.join("model.safetensors"), &Device::Cpu).unwrap();
+    let stored = shardwise::candle_core::safetensors::load(path.join("model.safetensors"), &Device::Cpu).unwrap();
     for (name, weight) in &weights {
         let is_transposed = name.ends_with("wi.weight") || name.ends_with("wo.weight");
         let expected = if is_transposed { weight.t().unwrap() } else { weight.clone() };

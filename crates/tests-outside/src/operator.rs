@@ -1,6 +1,6 @@
 //! Custom operators in one file: a row-wise one with its rule, kernel and gradient, and one that is not differentiable.
 
-use candle_core::{D, Device, Tensor};
+use shardwise::candle_core::{D, Device, Tensor};
 use shardwise::error::ErrorKind;
 use shardwise::op::{self, Gradient, KernelContext, Op, OpPlan, cache_report};
 use shardwise::prelude::*;

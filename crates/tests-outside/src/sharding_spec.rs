@@ -4,7 +4,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-use candle_core::{Device, Tensor};
+use shardwise::candle_core::{Device, Tensor};
 use shardwise::prelude::*;
 use shardwise::sharded::{
     ChunkShardingSpec, RemoteDevice, ShardMetadata, ShardTensorRequest, ShardedTensor, ShardedTensorMetadata,
@@ -48,7 +48,7 @@ impl ShardingSpec for BlockCyclic {
 fn on_shards(
     spec: &BlockCyclic,
     x: &ShardedTensor,
-    f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+    f: impl Fn(&Tensor) -> shardwise::candle_core::Result<Tensor>,
 ) -> Result<ShardedTensor> {
     let tensors = x.local_shards().iter().map(|shard| Ok(f(&shard.tensor())?)).collect::<Result<Vec<_>>>()?;
     let whole = TensorMeta { shape: x.shape().to_vec(), dtype: x.dtype() };

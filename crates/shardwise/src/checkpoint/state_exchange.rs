@@ -89,7 +89,7 @@ impl State {
     /// exchange per tensor.
     ///
     /// ```
-    /// use candle_core::{Device, Tensor};
+    /// use shardwise::candle_core::{Device, Tensor};
     /// use shardwise::checkpoint::State;
     /// use shardwise::prelude::*;
     ///

@@ -26,7 +26,7 @@ use shardwise_kernels::{UninitBuffer, reduce_operands, with_type};
 ///
 /// ```
 /// # use shardwise::{comm::engine::ReceiveBuffer, TensorMeta};
-/// # use candle_core::DType;
+/// # use shardwise::candle_core::DType;
 /// let mut buffer = ReceiveBuffer::new(TensorMeta::new(2, DType::U8))?;
 /// // SAFETY: two elements of one byte, both written.
 /// let tensor = unsafe {

@@ -42,7 +42,7 @@ use shardwise_kernels::{check_stored, own_copy};
 ///
 /// ```
 /// # use shardwise::{launch, ReduceOp};
-/// use candle_core::{Device, Tensor};
+/// use shardwise::candle_core::{Device, Tensor};
 ///
 /// launch(3, |world| {
 ///     let mine = Tensor::full(world.rank() as f32, 2, &Device::Cpu)?;
@@ -136,7 +136,7 @@ impl Group {
     ///
     /// ```
     /// # use shardwise::launch;
-    /// # use candle_core::{Device, Tensor};
+    /// # use shardwise::candle_core::{Device, Tensor};
     /// launch(3, |world| {
     ///     let mine = Tensor::full(world.rank() as u32, world.rank(), &Device::Cpu)?; // rank 0 has no elements
     ///     let all = world.all_gather(&mine, 0, &[0, 1, 2])?;
@@ -194,7 +194,7 @@ impl Group {
     ///
     /// ```
     /// # use shardwise::{launch, TensorMeta};
-    /// # use candle_core::{Device, DType, Tensor};
+    /// # use shardwise::candle_core::{Device, DType, Tensor};
     /// launch(2, |world| {
     ///     // each rank sends r+1 elements to rank r
     ///     let pieces = [1, 2].map(|n| Tensor::full(world.rank() as i64, n, &Device::Cpu).unwrap());
@@ -217,7 +217,7 @@ impl Group {
     ///
     /// ```
     /// # use shardwise::launch;
-    /// # use candle_core::{Device, Tensor};
+    /// # use shardwise::candle_core::{Device, Tensor};
     /// launch(2, |world| {
     ///     let whole = Tensor::arange(0u32, 12, &Device::Cpu)?.reshape((3, 4))?;
     ///     let rows = whole.narrow(0, 2 * world.rank(), 2 - world.rank())?; // rows 2 + 1
@@ -266,7 +266,7 @@ impl Group {
     ///
     /// ```
     /// # use shardwise::{launch, TensorMeta};
-    /// # use candle_core::{Device, DType, Tensor};
+    /// # use shardwise::candle_core::{Device, DType, Tensor};
     /// launch(2, |world| {
     ///     let exposed = world.expose(&[Tensor::new(world.rank() as i64 + 7, &Device::Cpu)?])?;
     ///     if world.rank() == 0 {

@@ -54,7 +54,7 @@ pub struct CommRecord {
 ///
 /// ```
 /// # use shardwise::{launch, ReduceOp};
-/// # use candle_core::{Device, Tensor};
+/// # use shardwise::candle_core::{Device, Tensor};
 /// launch(2, |world| {
 ///     world.all_reduce(&Tensor::new(1f32, &Device::Cpu)?, ReduceOp::Sum)?;
 ///     let report = world.trace().report();

@@ -29,7 +29,7 @@ use shardwise_kernels::{placeholder, same_storage};
 /// other shapes than its rule promises.
 ///
 /// ```
-/// use candle_core::Tensor;
+/// use shardwise::candle_core::Tensor;
 /// use shardwise::op::{self, Gradient, KernelContext, Op, OpPlan};
 /// use shardwise::prelude::*;
 /// use shardwise::rule::Signature;

@@ -93,7 +93,7 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// There is no default: an operator whose gradient was forgotten would silently act as a constant.
     ///
     /// ```compile_fail,E0046
-    /// # use candle_core::Tensor;
+    /// # use shardwise::candle_core::Tensor;
     /// # use shardwise::op::{KernelContext, Op, OpPlan};
     /// # use shardwise::prelude::*;
     /// # #[derive(Clone, PartialEq, Eq, Hash)]

@@ -49,7 +49,7 @@ impl DTensor {
     /// sharded are gathered. Gradients are grouped products, too; they can be differentiated again.
     ///
     /// ```
-    /// use candle_core::{Device, Tensor};
+    /// use shardwise::candle_core::{Device, Tensor};
     /// use shardwise::prelude::*;
     ///
     /// launch(2, |world| {

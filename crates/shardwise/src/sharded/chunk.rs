@@ -20,7 +20,7 @@ use crate::placement::Placement;
 ///
 /// ```
 /// # use shardwise::sharded::{ChunkShardingSpec, RemoteDevice};
-/// # use candle_core::DType;
+/// # use shardwise::candle_core::DType;
 /// let spec = ChunkShardingSpec::new(0, ["rank:1/cpu", "rank:0/cpu", "rank:1/cpu"])?;
 /// let metadata = spec.build_metadata(&[4, 2], DType::F32)?;
 /// let lines: Vec<String> = metadata.shards.iter().map(ToString::to_string).collect();

@@ -108,7 +108,7 @@ impl ShardedTensor {
     /// inferred from the shards.
     ///
     /// ```
-    /// use candle_core::{Device, Tensor};
+    /// use shardwise::candle_core::{Device, Tensor};
     /// use shardwise::prelude::*;
     /// use shardwise::sharded::{ShardedTensor, TensorShard};
     ///
@@ -276,7 +276,7 @@ impl ShardedTensor {
 /// is compared. All ranks must pass the same `src_rank`.
 ///
 /// ```
-/// use candle_core::{Device, Tensor};
+/// use shardwise::candle_core::{Device, Tensor};
 /// use shardwise::prelude::*;
 /// use shardwise::sharded::{ChunkShardingSpec, shard_tensor};
 ///

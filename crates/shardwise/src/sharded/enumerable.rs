@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 ///
 /// ```
 /// # use shardwise::sharded::{EnumerableShardingSpec, ShardMetadata};
-/// # use candle_core::DType;
+/// # use shardwise::candle_core::DType;
 /// let shard = |offset, size, rank: &str| ShardMetadata::new([offset], [size], Some(rank.parse()?));
 /// let spec = EnumerableShardingSpec::new([shard(0, 5, "rank:1/cpu")?, shard(5, 1, "rank:0/cpu")?])?;
 /// assert!(spec.build_metadata(&[6], DType::F32).is_ok());

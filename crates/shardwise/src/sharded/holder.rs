@@ -14,7 +14,7 @@ use shardwise_kernels::Assembly;
 /// the shards of several ranks holds.
 ///
 /// ```
-/// use candle_core::{DType, Device, Tensor};
+/// use shardwise::candle_core::{DType, Device, Tensor};
 /// use shardwise::sharded::{ShardHolder, ShardMetadata, ShardedTensorMetadata, TensorShard};
 ///
 /// let rows = |at: usize| ShardMetadata::new([at, 0], [1, 2], Some(format!("rank:{at}/cpu").parse()?));

@@ -209,7 +209,7 @@ impl ShardedTensor {
     /// Collective: every rank of the mesh must call it, also one without ids. Communicates ids and rows.
     ///
     /// ```
-    /// use candle_core::{Device, Tensor};
+    /// use shardwise::candle_core::{Device, Tensor};
     /// use shardwise::prelude::*;
     /// use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
     ///

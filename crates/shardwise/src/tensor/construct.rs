@@ -41,7 +41,7 @@ impl DTensor {
     ///
     /// ```
     /// # use shardwise::prelude::*;
-    /// # use candle_core::{Device, Tensor};
+    /// # use shardwise::candle_core::{Device, Tensor};
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
     ///     let mine = Tensor::full(1f32, (1 + 3 * world.rank(), 2), &Device::Cpu)?; // 1 row and 4 rows
@@ -69,7 +69,7 @@ impl DTensor {
     /// ```
     /// # use shardwise::prelude::*;
     /// # use shardwise::tensor::FromLocalOptions;
-    /// # use candle_core::{Device, Tensor};
+    /// # use shardwise::candle_core::{Device, Tensor};
     /// launch(3, |world| {
     ///     let mesh = world.mesh([("dp", 3)])?;
     ///     let mine = Tensor::new(&[1f32, if world.rank() == 2 { 5.0 } else { 2.0 }], &Device::Cpu)?;
@@ -128,7 +128,7 @@ impl DTensor {
     ///
     /// ```
     /// # use shardwise::prelude::*;
-    /// # use candle_core::{Device, Tensor};
+    /// # use shardwise::candle_core::{Device, Tensor};
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
     ///     let x = DTensor::ones((4, 2), DType::F32, &mesh, [Shard(0)])?;
@@ -195,7 +195,7 @@ impl DTensor {
     ///
     /// ```
     /// # use shardwise::prelude::*;
-    /// # use candle_core::{Device, Tensor};
+    /// # use shardwise::candle_core::{Device, Tensor};
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
     ///     let table = Tensor::arange(0f32, 6.0, &Device::Cpu)?.reshape((3, 2))?;
