@@ -33,6 +33,8 @@ pub struct ExpertRows<'a> {
     pub up: &'a Tensor,
     /// Down-projections `[experts, features, hidden]`.
     pub down: &'a Tensor,
+    /// Types of the blocks of the three stacks, if they are quantized.
+    pub blocks: Option<[BlockType; 3]>,
     /// The numbers of the experts that these tensors hold.
     pub experts: &'a [usize],
     /// The activation of the gate.
@@ -85,8 +87,8 @@ impl ExpertRows<'_> {
 
     fn inner(&self, expert: usize, own: &OwnRows) -> Result<Inner> {
         let x = select(self.x, &own.rows)?;
-        let gate = times_transposed(&x, &self.gate.get(expert)?)?;
-        let up = times_transposed(&x, &self.up.get(expert)?)?;
+        let gate = times_transposed(&x, &self.gate.get(expert)?, self.blocks.map(|[gate, ..]| gate))?;
+        let up = times_transposed(&x, &self.up.get(expert)?, self.blocks.map(|[_, up, _]| up))?;
         let value = self.activation.value;
         let product = combined(&[&gate, &up], |v| value(v[0]) * v[1])?;
         Ok(Inner { x, gate, up, product })
@@ -112,7 +114,8 @@ pub fn expert_mlp(operands: &ExpertRows<'_>, dtype: DType) -> Result<Tensor> {
     let mut sum = RowSum::new(operands.x, dtype)?;
     for (expert, own) in operands.own_rows()?.iter().enumerate().filter(|(_, own)| !own.rows.is_empty()) {
         let inner = operands.inner(expert, own)?;
-        let found = times_transposed(&inner.product, &operands.down.get(expert)?)?;
+        let found =
+            times_transposed(&inner.product, &operands.down.get(expert)?, operands.blocks.map(|[.., down]| down))?;
         sum.add(&scaled(&found, &operands.column(own)?)?, &own.rows)?;
     }
     sum.finish()
@@ -173,11 +176,10 @@ pub fn expert_mlp_backward(operands: &ExpertRows<'_>, g: &Tensor) -> Result<Expe
     Ok(ExpertGradients { x: of_x.finish()?, weights, gate, up, down })
 }
 
-/// Rows times the transpose of a matrix, which may be quantized.
-fn times_transposed(rows: &Tensor, matrix: &Tensor) -> Result<Tensor> {
-    let block = matrix.dims().last().and_then(|&bytes| BlockType::of_size(bytes));
-    match block.filter(|_| matrix.dtype() == DType::U8) {
-        Some(block) => quantized_matmul(&rows.reshape((rows.dims()[0], (), block.elements()))?, matrix),
+/// Rows times the transpose of a matrix, which may consist of quantized blocks.
+fn times_transposed(rows: &Tensor, matrix: &Tensor, block: Option<BlockType>) -> Result<Tensor> {
+    match block {
+        Some(block) => quantized_matmul(&rows.reshape((rows.dims()[0], (), block.elements()))?, matrix, block),
         None => batched_matmul(rows, &matrix.t()?, 0, 1),
     }
 }

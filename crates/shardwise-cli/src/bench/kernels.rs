@@ -7,7 +7,7 @@ use std::time::Instant;
 use clap::Args;
 use serde::Serialize;
 use shardwise::error::ErrorKind;
-use shardwise::ops::{AttentionOptions, ConvOptions, LossOptions};
+use shardwise::ops::{AttentionOptions, BlockType, ConvOptions, LossOptions, QuantizedTensor};
 use shardwise::optim::{AdamW, ShardedOptimizer};
 use shardwise::param::Param;
 use shardwise::prelude::*;
@@ -285,10 +285,14 @@ fn products(bench: &mut KernelBench<'_>, mesh: &DeviceMesh) -> Result<()> {
     })?;
     let (one, big) = (normal(&[1, 2048], mesh)?, normal(&[8192, 2048], mesh)?);
     bench.case("decode matvec 2048x8192", Work::Elements(16.78), || one.linear(&big, None))?;
-    // The bytes of blocks of 32 elements, in units of an f32: 34 for Q8_0 and 20 for Q4_1.
-    for (name, bytes) in [("decode matvec 2048x8192 Q8_0", 34), ("decode matvec 2048x8192 Q4_1", 20)] {
-        let blocks = DTensor::zeros((8192, 64, bytes), DType::U8, mesh, [Replicate])?;
-        bench.case(name, Work::Elements(16.78 / 128.0 * bytes as f64), || one.quantized_linear(&blocks, None))?;
+    for (name, block) in
+        [("decode matvec 2048x8192 Q8_0", BlockType::Q8_0), ("decode matvec 2048x8192 Q4_1", BlockType::Q4_1)]
+    {
+        let blocks = DTensor::zeros((8192, 2048 / block.elements(), block.bytes()), DType::U8, mesh, [Replicate])?;
+        let weight = QuantizedTensor::new(&blocks, block)?;
+        // The bytes of 32 elements, in units of an f32.
+        let work = Work::Elements(16.78 / 128.0 * block.bytes() as f64);
+        bench.case(name, work, || one.quantized_linear(&weight, None))?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Quantized blocks of GGUF files: several elements that share scales, their expansion to f32, and products with them.
 //!
-//! A quantized matrix `[rows, columns]` is a u8 tensor `[rows, blocks, bytes of a block]`. The number of bytes determines the
-//! type of the blocks, because no two types have the same.
+//! A quantized matrix `[rows, columns]` is a u8 tensor `[rows, blocks, bytes of a block]` with a [`BlockType`], which its shape
+//! does not determine.
 
 mod block_type;
 mod packed;

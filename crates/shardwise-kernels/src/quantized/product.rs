@@ -29,16 +29,20 @@ const CACHED_BYTES: usize = 128 << 10;
 ///
 /// Up to 32 rows are rounded to integers of 16 bits that share a scale per 32 elements, and multiplied with the integers of the
 /// blocks: the result is that of the expanded matrix up to 1/65000 of the largest of every 32 elements. More rows, rare types
-/// of blocks (Q2_K, Q3_K, Q8_1, Q8_K) and rows with infinite elements or NaN are multiplied in f32. Large products use the
+/// of blocks (Q2_K, Q3_K, Q8_1, Q8_K, IQ4_NL) and rows with infinite elements or NaN are multiplied in f32. Large products use the
 /// rayon pool of the calling thread; the bits do not depend on the number of threads, and those of products of integers not
 /// on the instructions of the processor either.
 ///
 /// # Errors
 /// [`ErrorKind::Shape`] or [`ErrorKind::DType`] if the operands are not of these shapes and types.
-pub fn quantized_matmul(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let block = block_type(weight)?;
+pub fn quantized_matmul(x: &Tensor, weight: &Tensor, block: BlockType) -> Result<Tensor> {
+    check_blocks(weight, block)?;
     let weight = &contiguous(weight)?;
-    let [out, blocks, _] = *weight.dims() else { unreachable!("checked by block_type") };
+    let [out, blocks, _] = *weight.dims() else {
+        let found = format!("{block} blocks {:?}", weight.dims());
+        let needed = "a matrix [out, blocks, bytes of a block]";
+        return Err(ErrorKind::shape(weight.dims()).error("operands", found, needed, "reshape the blocks"));
+    };
     let (leading, last) = x.dims().split_at(x.dims().len().saturating_sub(2));
     if last != [blocks, block.elements()] || x.dtype() != DType::F32 {
         return Err(ErrorKind::shape(x.dims()).error(
@@ -54,7 +58,7 @@ pub fn quantized_matmul(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         let x = x.reshape((rows, columns))?;
         let parts = (0..out).step_by(EXPANDED_ROWS).map(|first| {
             let count = EXPANDED_ROWS.min(out - first);
-            let part = dequantize(&weight.narrow(0, first, count)?)?;
+            let part = dequantize(&weight.narrow(0, first, count)?, block)?;
             batched_matmul(&x, &part.reshape((count, columns))?.t()?, 0, 1)
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
@@ -83,9 +87,9 @@ pub fn quantized_matmul(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// Expands blocks, u8 `[.., bytes of a block]`, to f32 `[.., elements of a block]`.
 ///
 /// # Errors
-/// [`ErrorKind::Shape`] or [`ErrorKind::DType`] if it is no tensor of blocks.
-pub fn dequantize(blocks: &Tensor) -> Result<Tensor> {
-    let block = block_type(blocks)?;
+/// [`ErrorKind::Shape`] if it is not a tensor of blocks of this type.
+pub fn dequantize(blocks: &Tensor, block: BlockType) -> Result<Tensor> {
+    check_blocks(blocks, block)?;
     let blocks = &contiguous(blocks)?;
     let mut shape = blocks.dims().to_vec();
     shape.pop();
@@ -107,18 +111,19 @@ pub fn dequantize(blocks: &Tensor) -> Result<Tensor> {
     })?
 }
 
-/// The type of blocks of a u8 tensor, by its last dimension.
-fn block_type(blocks: &Tensor) -> Result<BlockType> {
-    let found = blocks.dims().last().and_then(|&bytes| BlockType::of_size(bytes));
-    match found {
-        Some(block) if blocks.dtype() == DType::U8 => Ok(block),
-        _ => Err(ErrorKind::shape(blocks.dims()).error(
-            "quantized blocks",
-            format!("{} {:?}", blocks.dtype().as_str(), blocks.dims()),
-            "u8 [.., bytes of a block]",
-            "read them from a GGUF file",
-        )),
+/// Checks that a tensor can hold blocks of a type.
+fn check_blocks(blocks: &Tensor, block: BlockType) -> Result<()> {
+    if blocks.dtype() == DType::U8 && blocks.dims().last() == Some(&block.bytes()) {
+        return Ok(());
     }
+    let found = format!("{} {:?}", blocks.dtype().as_str(), blocks.dims());
+    let needed = format!("{block} blocks, u8 [.., {}]", block.bytes());
+    Err(ErrorKind::shape(blocks.dims()).error(
+        "quantized blocks",
+        found,
+        needed,
+        "state the type of the blocks in the file",
+    ))
 }
 
 /// A product with a matrix whose rows are expanded one by one.
@@ -379,15 +384,16 @@ mod tests {
     fn products_are_those_of_the_expanded_matrix_and_rounded_rows() {
         let mut rng = StdRng::seed_from_u64(1);
         for &block in BlockType::ALL {
-            let is_rare = matches!(block, BlockType::Q2K | BlockType::Q3K | BlockType::Q8_1 | BlockType::Q8K);
+            let is_rare =
+                matches!(block, BlockType::Q2K | BlockType::Q3K | BlockType::Q8_1 | BlockType::Q8K | BlockType::IQ4NL);
             for (rows, out) in [(1, 9), (2, 4), (3, 5), (4, 1), (7, 6), (17, 300), (33, 300), (0, 3), (1, 0)] {
                 let blocks = 3;
                 let weight = random_blocks(&mut rng, block, (out, blocks));
                 let x = random_rows(&mut rng, rows, blocks, block.elements());
-                let found = quantized_matmul(&x, &weight).unwrap();
+                let found = quantized_matmul(&x, &weight, block).unwrap();
                 assert_eq!(found.dims(), [rows, out]);
                 let columns = blocks * block.elements();
-                let expanded = dequantize(&weight).unwrap().reshape((out, columns)).unwrap();
+                let expanded = dequantize(&weight, block).unwrap().reshape((out, columns)).unwrap();
                 let (w, x) =
                     (expanded.to_vec2::<f32>().unwrap(), x.reshape((rows, columns)).unwrap().to_vec2::<f32>().unwrap());
                 let found = found.to_vec2::<f32>().unwrap();
@@ -431,13 +437,13 @@ mod tests {
         let weight = random_blocks(&mut rng, P::TYPE, (out, blocks));
         let x = random_rows(&mut rng, rows, blocks, P::ELEMENTS);
         let pool = |threads: usize| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let on = |threads: usize| pool(threads).install(|| quantized_matmul(&x, &weight).unwrap());
+        let on = |threads: usize| pool(threads).install(|| quantized_matmul(&x, &weight, P::TYPE).unwrap());
         let flat = |t: Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let one = flat(on(1));
         assert_eq!(flat(on(3)), one, "{}", P::TYPE);
         // A row does not depend on the other rows.
         for row in 0..rows {
-            let alone = flat(quantized_matmul(&x.narrow(0, row, 1).unwrap(), &weight).unwrap());
+            let alone = flat(quantized_matmul(&x.narrow(0, row, 1).unwrap(), &weight, P::TYPE).unwrap());
             assert_eq!(alone, one[row * out..(row + 1) * out], "{}", P::TYPE);
         }
         let x = RoundedRows::new(&flat(x)).unwrap();
@@ -470,7 +476,12 @@ mod tests {
             let mut x = vec![rest; 32];
             x[5] = bad;
             let x = Tensor::from_vec(x, (1, 1, 32), &Device::Cpu).unwrap();
-            let found = quantized_matmul(&x, &weight).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()[0];
+            let found = quantized_matmul(&x, &weight, BlockType::Q8_0)
+                .unwrap()
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap()[0];
             assert!(found == bad || found.is_nan() && bad.is_nan(), "{found} of {bad}");
         }
     }
@@ -480,17 +491,23 @@ mod tests {
         let weight = Tensor::zeros((4, 2, 34), DType::U8, &Device::Cpu).unwrap();
         for x in [(1, 2, 16), (1, 3, 32)] {
             let x = Tensor::zeros(x, DType::F32, &Device::Cpu).unwrap();
-            assert!(quantized_matmul(&x, &weight).is_err());
+            assert!(quantized_matmul(&x, &weight, BlockType::Q8_0).is_err());
         }
+        let x = Tensor::zeros((1, 2, 32), DType::F32, &Device::Cpu).unwrap();
+        assert!(quantized_matmul(&x, &weight, BlockType::Q4_0).is_err(), "blocks of another size");
+        assert!(quantized_matmul(&x, &weight.get(0).unwrap(), BlockType::Q8_0).is_err());
         let x = Tensor::zeros((1, 2, 32), DType::F64, &Device::Cpu).unwrap();
-        assert!(quantized_matmul(&x, &weight).is_err());
-        assert!(dequantize(&Tensor::zeros((4, 33), DType::U8, &Device::Cpu).unwrap()).is_err());
-        assert!(dequantize(&Tensor::zeros((4, 34), DType::U32, &Device::Cpu).unwrap()).is_err());
+        assert!(quantized_matmul(&x, &weight, BlockType::Q8_0).is_err());
+        assert!(dequantize(&Tensor::zeros((4, 33), DType::U8, &Device::Cpu).unwrap(), BlockType::Q8_0).is_err());
+        assert!(dequantize(&Tensor::zeros((4, 34), DType::U32, &Device::Cpu).unwrap(), BlockType::Q8_0).is_err());
         // An infinite scale stays infinite, as in an expanded matrix.
         let mut bytes = vec![1u8; 34];
         bytes[..2].copy_from_slice(&0x7c00u16.to_le_bytes());
         let weight = Tensor::from_vec(bytes, (1, 1, 34), &Device::Cpu).unwrap();
         let x = Tensor::ones((1, 1, 32), DType::F32, &Device::Cpu).unwrap();
-        assert_eq!(quantized_matmul(&x, &weight).unwrap().to_vec2::<f32>().unwrap(), [[f32::INFINITY]]);
+        assert_eq!(
+            quantized_matmul(&x, &weight, BlockType::Q8_0).unwrap().to_vec2::<f32>().unwrap(),
+            [[f32::INFINITY]]
+        );
     }
 }

@@ -18,6 +18,7 @@ use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::nn::{Builder, Module};
+use crate::ops::{BlockType, QuantizedTensor};
 use crate::param::Param;
 use crate::plan::{ShardingPlan, ShardingPlanner, shard_module};
 use crate::tensor::DTensor;
@@ -200,7 +201,7 @@ impl ModelSource {
         shard_module(&module, mesh, plan)?;
         let params: BTreeMap<String, Param> = module.named_parameters().into_iter().collect();
         let shapes = shapes_of(&module);
-        let read = |catalog: &Catalog| -> Result<Vec<(Param, DTensor)>> {
+        let read = |catalog: &Catalog| -> Result<Vec<(Param, DTensor, Option<BlockType>)>> {
             let catalog = &as_hf(catalog.clone())?;
             let names = self.config.stored_names_of(&params, catalog);
             let found = StoredWeights::find(catalog, &self.config, &names, &shapes, options)?;
@@ -214,7 +215,7 @@ impl ModelSource {
                 let layout = found.layout_in_memory(path, &layouts[path])?;
                 let (local, bytes) = found.read(path, &layout, rank, options.dtype)?;
                 done += bytes;
-                loaded.push((param.clone(), DTensor::from_parts(mesh, layout, local)));
+                loaded.push((param.clone(), DTensor::from_parts(mesh, layout, local), found.block_type(path)));
                 if let Some(progress) = &options.progress {
                     progress(done, total);
                 }
@@ -222,8 +223,11 @@ impl ModelSource {
             Ok(loaded)
         };
         let (loaded, report) = load_consistent(mesh.world(), &self.weights, site, &read)?;
-        for (param, value) in loaded {
-            if value.shape() == param.shape() { param.set(&value)? } else { param.set_quantized(&value)? }
+        for (param, value, block_type) in loaded {
+            match block_type {
+                Some(block_type) => param.set_quantized(&QuantizedTensor::new(&value, block_type)?)?,
+                None => param.set(&value)?,
+            }
         }
         merging.merge_parameters(&module)?;
         Ok((module, report))

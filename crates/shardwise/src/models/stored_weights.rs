@@ -11,8 +11,8 @@ use crate::checkpoint::{Catalog, MAPPED_BUFFER, MappedBox, RankLoad, read_mapped
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 use crate::nn::{Module, ModuleItem};
+use crate::ops::BlockType;
 use crate::placement::Placement;
-use shardwise_kernels::quantized::BlockType;
 
 /// The tensors of a checkpoint that hold the parameters of a model.
 pub(super) struct StoredWeights<'a> {
@@ -159,6 +159,11 @@ impl<'a> StoredWeights<'a> {
         parts.iter().all(|part| of_part(part) == Some(first)).then_some(first)
     }
 
+    /// The type of the blocks of a parameter that stays quantized.
+    pub(super) fn block_type(&self, path: &str) -> Option<BlockType> {
+        self.quantized.get(path).map(|kept| kept.block)
+    }
+
     /// The layout of a parameter in memory, where the plan says `layout`: that of its blocks if it stays quantized.
     pub(super) fn layout_in_memory(&self, path: &str, layout: &Layout) -> Result<Layout> {
         let layout = layout.reduced();
@@ -170,7 +175,7 @@ impl<'a> StoredWeights<'a> {
 
     /// The boxes of files that a rank needs for a parameter with this layout in memory.
     fn boxes_of(&self, path: &str, held: &Layout, rank: usize) -> Vec<MappedBox> {
-        let block = self.quantized.get(path).map(|kept| kept.block.elements());
+        let block = self.block_type(path).map(BlockType::elements);
         let in_elements = |owned: OwnedBox| match block {
             None => owned,
             Some(block) => {
@@ -189,7 +194,7 @@ impl<'a> StoredWeights<'a> {
     /// how many bytes of files that took.
     pub(super) fn read(&self, path: &str, held: &Layout, rank: usize, dtype: DType) -> Result<(Tensor, u64)> {
         let boxes = self.boxes_of(path, held, rank);
-        let block = self.quantized.get(path).map(|kept| kept.block);
+        let block = self.block_type(path);
         let meta = TensorMeta { shape: held.local_shape(rank), dtype: block.map_or(dtype, |_| DType::U8) };
         let local = match block {
             Some(block) => read_mapped_blocks(self.catalog, block, meta, &boxes)?,

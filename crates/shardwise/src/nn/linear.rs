@@ -1,7 +1,5 @@
 //! Linear layers and embeddings.
 
-use candle_core::DType;
-
 use super::build::Builder;
 use super::init::Init;
 use super::module::{Forward, Hooks};
@@ -29,7 +27,7 @@ pub(crate) use layer;
 
 /// Linear layer: `x W^T + b` on the last dimension, with a weight `[out, in]` as in PyTorch.
 ///
-/// The weight may be quantized for inference ([`Param::set_quantized`]): u8 blocks `[out, blocks, bytes of a block]`.
+/// The weight may be quantized for inference ([`Param::set_quantized`]).
 pub struct Linear {
     /// Weight `[out, in]`.
     pub weight: Param,
@@ -61,7 +59,7 @@ impl Linear {
     /// replacements of the layer see what comes before the activation.
     #[track_caller]
     pub fn forward_activation(&self, x: &DTensor, activation: Activation) -> Result<DTensor> {
-        if self.hooks.change_output() || is_quantized(&self.weight.get()) {
+        if self.hooks.change_output() || self.weight.quantized().is_some() {
             return activation.apply(&self.forward(x)?);
         }
         self.hooks.run(x, |x| {
@@ -74,11 +72,10 @@ impl Linear {
 impl Forward for Linear {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| {
-            let weight = self.weight.forward_value()?;
             let bias = self.bias.as_ref().map(Param::forward_value).transpose()?;
-            match is_quantized(&weight) {
-                true => x.quantized_linear(&weight, bias.as_ref()),
-                false => x.linear(&weight, bias.as_ref()),
+            match self.weight.quantized() {
+                Some(weight) => x.quantized_linear(&weight, bias.as_ref()),
+                None => x.linear(&self.weight.forward_value()?, bias.as_ref()),
             }
         })
     }
@@ -124,18 +121,16 @@ impl Embedding {
 
 impl Forward for Embedding {
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        let weight = self.weight.get();
-        if !is_quantized(&weight) {
-            return self.hooks.run(ids, |ids| {
-                let weight = self.weight.forward_value()?;
-                match self.options == EmbeddingOptions::default() {
-                    true => weight.embedding(ids),
-                    false => weight.embedding_with(ids, self.options),
-                }
-            });
-        }
-        let [blocks, bytes] = [1, 2].map(|dim| weight.shape()[dim] as isize);
-        self.hooks.run(ids, |ids| weight.flatten(1, 2)?.embedding(ids)?.unflatten(-1, &[blocks, bytes])?.dequantize())
+        self.hooks.run(ids, |ids| {
+            if let Some(table) = self.weight.quantized() {
+                return table.embedding(ids);
+            }
+            let weight = self.weight.forward_value()?;
+            match self.options == EmbeddingOptions::default() {
+                true => weight.embedding(ids),
+                false => weight.embedding_with(ids, self.options),
+            }
+        })
     }
 }
 
@@ -148,11 +143,6 @@ fn table(builder: &Builder, vocabulary: usize, features: usize, padding_idx: Opt
         weight.set(&rows.to_layout(value.layout())?)?;
     }
     Ok(weight)
-}
-
-/// Whether a weight is a tensor of quantized blocks, `[rows, blocks, bytes of a block]`, instead of a matrix.
-fn is_quantized(weight: &DTensor) -> bool {
-    weight.ndim() == 3 && weight.dtype() == DType::U8
 }
 
 /// Embedding of bags of ids: the rows of each bag are summed, averaged or reduced to their maximum.

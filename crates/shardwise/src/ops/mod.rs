@@ -87,6 +87,7 @@ pub use lookup::{EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
 pub use loss::{LossOptions, Reduction};
 pub use margin_loss::{CtcOptions, NllOptions, TripletOptions};
 pub use override_rule::override_rule;
+pub use quantized::{BlockType, QuantizedTensor};
 pub use resample::{GridMode, GridPadding, InterpolateOptions, Interpolation, PadMode};
 pub use scatter_reduce::ScatterReduce;
 pub use statistics::{QuantileInterpolation, Spacing};

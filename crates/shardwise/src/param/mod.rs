@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 use crate::comm::MemoryKind;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, MergedShape};
+use crate::ops::{BlockType, QuantizedTensor};
 use crate::tensor::{DTensor, GradientTypes, PassGradient, SaveForBackward, no_grad};
-use shardwise_kernels::quantized::BlockType;
 
 /// A shared cell with the current value of a parameter. Clones share the cell: the module reads what the optimizer wrote.
 ///
@@ -46,6 +46,8 @@ pub struct Param(Arc<Mutex<ParamCell>>);
 struct ParamCell {
     /// The value: a leaf, unless the parameter is frozen.
     value: DTensor,
+    /// The type of the blocks, if the value consists of quantized blocks.
+    blocks: Option<BlockType>,
     /// The shape that modules see, if the value is stored with leading dimensions merged.
     merged: Option<MergedShape>,
     uses: ForwardUse,
@@ -95,6 +97,7 @@ impl Param {
         value.count_as(MemoryKind::Parameters);
         Param(Arc::new(Mutex::new(ParamCell {
             value: value.requires_grad(),
+            blocks: None,
             merged: None,
             uses: ForwardUse::default(),
             gathered: None,
@@ -146,9 +149,16 @@ impl Param {
     /// frozen parameter stays frozen.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if the shape differs.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the shape differs, or the value is not u8 where the parameter is
+    /// [quantized](Self::quantized): blocks are replaced by blocks of the same type.
     pub fn set(&self, value: &DTensor) -> Result<()> {
         let mut cell = self.0.lock();
+        if let Some(block_type) = cell.blocks.filter(|_| value.dtype() != DType::U8) {
+            let found = format!("{} {:?}", value.dtype().as_str(), value.shape());
+            let needed = format!("{block_type} blocks {:?} in u8", cell.value.shape());
+            let fix = "load the model without quantized weights, or create a new parameter";
+            return Err(ErrorKind::dtype(value.dtype()).error("parameter value", found, needed, fix));
+        }
         if value.shape() != cell.value.shape() {
             return Err(ErrorKind::shape(value.shape()).error(
                 "parameter value",
@@ -163,35 +173,41 @@ impl Param {
         Ok(())
     }
 
-    /// Replaces the value, a matrix `[out, in]`, by quantized blocks of it: u8 `[out, blocks, bytes of a block]`, in any
-    /// layout. Local.
+    /// Replaces the value, a matrix `[out, in]` or a stack of matrices, by quantized blocks of it, in any layout. Local.
     ///
     /// For inference: [`Linear`](crate::nn::Linear) and [`Embedding`](crate::nn::Embedding) compute with the blocks as they are,
-    /// and optimizers cannot change them.
+    /// and optimizers cannot change them. [`get`](Self::get) returns the blocks, [`quantized`](Self::quantized) also their type.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if these are not blocks of a matrix of this shape.
-    pub fn set_quantized(&self, blocks: &DTensor) -> Result<()> {
+    /// [`Error::Invalid`](crate::Error::Invalid) if the matrix has another shape, or its blocks another type already.
+    pub fn set_quantized(&self, value: &QuantizedTensor) -> Result<()> {
         let mut cell = self.0.lock();
-        let size = blocks.shape().last().and_then(|&bytes| BlockType::of_size(bytes));
-        let fits = match (cell.value.shape(), blocks.shape(), size) {
-            ([rows @ .., columns], [leading @ .., count, _], Some(block)) if rows.len() == leading.len() => {
-                !rows.is_empty() && rows == leading && *columns == count * block.elements()
-            }
-            (old, new, Some(_)) => old == new,
-            _ => false,
+        let fits = match cell.blocks {
+            None => cell.value.ndim() >= 2 && cell.value.shape() == value.shape(),
+            Some(block_type) => block_type == value.block_type() && cell.value.shape() == value.blocks().shape(),
         };
-        if !fits || blocks.dtype() != DType::U8 {
-            return Err(ErrorKind::shape(blocks.shape()).error(
+        if !fits {
+            let needed = match cell.blocks {
+                None => format!("blocks of matrices {:?}", cell.value.shape()),
+                Some(block_type) => format!("{block_type} blocks {:?}", cell.value.shape()),
+            };
+            return Err(ErrorKind::shape(value.blocks().shape()).error(
                 "parameter value",
-                format!("{} {:?}", blocks.dtype().as_str(), blocks.shape()),
-                format!("u8 blocks of matrices {:?}: [.., out, blocks, bytes of a block]", cell.value.shape()),
+                format!("{} blocks of a tensor {:?}", value.block_type(), value.shape()),
+                needed,
                 "load the parameter as f32",
             ));
         }
-        cell.put(blocks, false);
-        cell.gathered = None;
+        cell.put(value.blocks(), false);
+        (cell.blocks, cell.gathered) = (Some(value.block_type()), None);
         Ok(())
+    }
+
+    /// The current value, if it consists of quantized blocks ([`set_quantized`](Self::set_quantized)). Local.
+    pub fn quantized(&self) -> Option<QuantizedTensor> {
+        let cell = self.0.lock();
+        let block_type = cell.blocks?;
+        Some(QuantizedTensor::new(&cell.value, block_type).expect("checked when it was set"))
     }
 
     /// Stores the value with its first `dims` dimensions merged into one, from now on: [`get`](Self::get) returns a matrix of

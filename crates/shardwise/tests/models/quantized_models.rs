@@ -9,9 +9,9 @@ use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::LoadReport;
 use shardwise::models::{KvCache, LanguageModel, LoadOptions, PretrainedModel, dry_load_model, export_hf, load_with};
 use shardwise::nn::Module;
+use shardwise::ops::BlockType;
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;
-use shardwise_kernels::quantized::BlockType;
 use shardwise_test_suites::scratch::Scratch;
 
 const WIDTH: usize = 64;

@@ -4,11 +4,10 @@
 //! `SHARDWISE_SIMD=avx2`; the baseline of x86-64 has no fused multiply-add and rounds differently, so it is not compared.
 
 use candle_core::{Device, Tensor};
-use shardwise::ops::{AttentionOptions, ConvOptions, LossOptions};
+use shardwise::ops::{AttentionOptions, BlockType, ConvOptions, LossOptions, QuantizedTensor};
 use shardwise::optim::{AdamW, ShardedOptimizer};
 use shardwise::param::Param;
 use shardwise::prelude::*;
-use shardwise_kernels::quantized::BlockType;
 use shardwise_test_suites::own_process::test_command;
 
 /// Set for the program that prints digests.
@@ -67,7 +66,8 @@ fn digests(threads: usize) -> Vec<(String, u64)> {
         // Rows of a prompt and of one token are computed in other tiles.
         let rows = [normal(&[37, 1024])?, normal(&[1, 1024])?];
         for (block, halves) in [(BlockType::Q8_0, 1), (BlockType::Q4_1, 2), (BlockType::Q4K, 2)] {
-            let weight = DTensor::distribute_tensor(&blocks(701, block, halves)?, &mesh, [Replicate], None)?;
+            let bytes = DTensor::distribute_tensor(&blocks(701, block, halves)?, &mesh, [Replicate], None)?;
+            let weight = QuantizedTensor::new(&bytes, block)?;
             for x in &rows {
                 add(&format!("quantized_linear of {block}"), &[&x.quantized_linear(&weight, None)?])?;
             }

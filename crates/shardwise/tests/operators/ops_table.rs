@@ -16,7 +16,6 @@ const OUTSIDE: &[(&str, &str)] = &[
         "quantized_linear",
         "takes blocks of bytes; tests/operators/quantized.rs compares it with expanded weights in every layout",
     ),
-    ("dequantize", "takes blocks of bytes; tests/operators/quantized.rs compares it in every layout"),
     (
         "scaled_mm",
         "takes f8, which samples do not have; tests/operators/pytorch/eight_bit.rs compares it with PyTorch in every layout",

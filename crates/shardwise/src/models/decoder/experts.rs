@@ -13,12 +13,12 @@ use crate::layout::TensorMeta;
 use crate::nn::init::Init;
 use crate::nn::{Activation, Builder, Forward, Hooks, Linear, layer};
 use crate::op::{self, Gradient, KernelContext, Op, OpPlan};
+use crate::ops::{BlockType, QuantizedTensor};
 use crate::param::Param;
 use crate::placement::ReduceOp;
 use crate::rule::{DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::experts::{ExpertActivation, ExpertRows, expert_mlp, expert_mlp_backward};
-use shardwise_kernels::quantized::BlockType;
 
 /// A mixture of experts: the weighted sum of the gated MLPs that a router chooses for each token.
 ///
@@ -42,8 +42,7 @@ layer!(MixtureOfExperts { router, experts, shared, shared_gate, hooks });
 
 /// The stacked weights of the experts of a [`MixtureOfExperts`].
 ///
-/// They may be quantized for inference, all three of them ([`Param::set_quantized`]): u8 blocks
-/// `[experts, rows, blocks, bytes of a block]`.
+/// They may be quantized for inference, all three of them ([`Param::set_quantized`]).
 pub struct Experts {
     /// Gates `[experts, hidden, width]`.
     pub gate: Param,
@@ -113,18 +112,24 @@ impl Experts {
                 return Err(ErrorKind::shape(x.shape()).error("input of experts", x.layout(), needed, "reshape it"));
             };
             let rows = |t: &DTensor| t.flatten(0, 1);
-            let (gate, up, down) = (self.gate.forward_value()?, self.up.forward_value()?, self.down.forward_value()?);
             let op = ExpertMlp { activation: self.activation, experts: self.gate.shape()[0] };
-            let block = down.shape().last().and_then(|&bytes| BlockType::of_size(bytes));
             let inputs = [rows(x)?, rows(chosen)?, rows(weights)?];
-            let found = match block.filter(|_| down.dtype() == DType::U8) {
-                None => op::apply(&op, &inputs.iter().chain([&gate, &up, &down]).collect::<Vec<_>>())?,
+            let quantized = [self.gate.quantized(), self.up.quantized(), self.down.quantized()];
+            let found = match &quantized {
                 // The features inside an expert are sharded between the blocks of the last matrix.
-                Some(block) => {
-                    let grouped = |stack: &DTensor| stack.unflatten(1, &[-1, block.elements() as isize]);
-                    let (gate, up) = (grouped(&gate)?, grouped(&up)?);
-                    let operands: Vec<&DTensor> = inputs.iter().chain([&gate, &up, &down]).collect();
-                    op::apply(&QuantizedExpertMlp(op), &operands)?
+                [Some(gate), Some(up), Some(down)] => {
+                    let blocks = [gate, up, down].map(QuantizedTensor::block_type);
+                    let grouped = |stack: &QuantizedTensor| {
+                        stack.blocks().unflatten(1, &[-1, down.block_type().elements() as isize])
+                    };
+                    let (gate, up) = (grouped(gate)?, grouped(up)?);
+                    let operands: Vec<&DTensor> = inputs.iter().chain([&gate, &up, down.blocks()]).collect();
+                    op::apply(&QuantizedExpertMlp { op, blocks }, &operands)?
+                }
+                _ => {
+                    let (gate, up) = (self.gate.forward_value()?, self.up.forward_value()?);
+                    let down = self.down.forward_value()?;
+                    op::apply(&op, &inputs.iter().chain([&gate, &up, &down]).collect::<Vec<_>>())?
                 }
             };
             found[0].unflatten(0, &[batch as isize, length as isize])
@@ -143,7 +148,11 @@ struct ExpertMlp {
 /// As [`ExpertMlp`], with quantized stacks: gates and up-projections `[experts, groups, rows of a group, blocks, bytes]`, and
 /// down-projections `[experts, width, groups, bytes]`. A group is a block of the down-projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct QuantizedExpertMlp(ExpertMlp);
+struct QuantizedExpertMlp {
+    op: ExpertMlp,
+    /// Of the three stacks.
+    blocks: [BlockType; 3],
+}
 
 /// The gradients of [`ExpertMlp`]. Inputs: its inputs, and the gradient of its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -179,13 +188,14 @@ impl ExpertMlp {
     fn with_rows<R>(
         self,
         inputs: &[Tensor],
+        blocks: Option<[BlockType; 3]>,
         context: &KernelContext<'_>,
         body: impl FnOnce(&ExpertRows<'_>) -> Result<R>,
     ) -> Result<R> {
         let experts = context.input_indices(3, 0);
         let [x, chosen, weights, gate, up, down, ..] = inputs else { unreachable!("six inputs") };
         let activation = scalar_functions(self.activation);
-        body(&ExpertRows { x, chosen, weights, gate, up, down, experts: &experts, activation })
+        body(&ExpertRows { x, chosen, weights, gate, up, down, blocks, experts: &experts, activation })
     }
 }
 
@@ -202,7 +212,7 @@ impl Op for ExpertMlp {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        self.with_rows(inputs, context, |rows| Ok(vec![expert_mlp(rows, context.output_dtype(0))?]))
+        self.with_rows(inputs, None, context, |rows| Ok(vec![expert_mlp(rows, context.output_dtype(0))?]))
     }
 
     fn flops(&self, inputs: &[&[usize]], _: &[&[usize]]) -> u64 {
@@ -244,14 +254,15 @@ impl Op for QuantizedExpertMlp {
         for stack in &mut inputs[3..5] {
             *stack = stack.flatten(1, 2)?;
         }
-        self.0.run(&inputs, context)
+        let blocks = Some(self.blocks);
+        self.op.with_rows(&inputs, blocks, context, |rows| Ok(vec![expert_mlp(rows, context.output_dtype(0))?]))
     }
 
     fn flops(&self, inputs: &[&[usize]], outputs: &[&[usize]]) -> u64 {
         let [experts, groups, rows, ..] = *inputs[3] else { return 0 };
         let stack = [experts, groups * rows, 0];
         let inputs: Vec<&[usize]> = inputs[..3].iter().copied().chain([stack.as_slice()]).collect();
-        self.0.flops(&inputs, outputs)
+        self.op.flops(&inputs, outputs)
     }
 
     /// The gradient of rows that are not rounded; the stacks are expanded and have none.
@@ -260,14 +271,14 @@ impl Op for QuantizedExpertMlp {
             let Some(g) = &gradients[0] else { return Ok(vec![None; 6]) };
             first_derivative_only(op.name())?;
             let mut inputs: Vec<DTensor> = (0..6).map(|i| saved.input(i)).collect();
-            for (i, stack) in inputs.iter_mut().enumerate().skip(3) {
-                *stack = stack.dequantize()?;
-                if i < 5 {
+            for (i, (stack, block_type)) in inputs[3..].iter_mut().zip(op.blocks).enumerate() {
+                *stack = QuantizedTensor::new(stack, block_type)?.dequantize()?;
+                if i < 2 {
                     *stack = stack.flatten(1, 2)?;
                 }
             }
             let inputs: Vec<&DTensor> = inputs.iter().chain([g]).collect();
-            let mut found = op::apply(&ExpertMlpBackward(op.0), &inputs)?.into_iter();
+            let mut found = op::apply(&ExpertMlpBackward(op.op), &inputs)?.into_iter();
             let (x, weights) = (found.next(), found.next());
             Ok(vec![x, None, weights, None, None, None])
         })
@@ -291,7 +302,7 @@ impl Op for ExpertMlpBackward {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let found = self.0.with_rows(inputs, context, |rows| Ok(expert_mlp_backward(rows, &inputs[6])?))?;
+        let found = self.0.with_rows(inputs, None, context, |rows| Ok(expert_mlp_backward(rows, &inputs[6])?))?;
         Ok(vec![found.x, found.weights, found.gate, found.up, found.down])
     }
 
