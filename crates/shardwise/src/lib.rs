@@ -46,6 +46,9 @@
 
 // The order of the modules is the architecture: a module uses only modules above it. `tests/communication/architecture` enforces it.
 
+// `#[derive(Module)]` names this crate `shardwise`, inside of it too.
+extern crate self as shardwise;
+
 pub mod error;
 pub mod read_file;
 mod rank_context;

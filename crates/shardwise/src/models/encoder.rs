@@ -8,7 +8,7 @@ use super::decoder::{
 };
 use crate::error::{ErrorKind, Result};
 use crate::nn::init::Init;
-use crate::nn::{Activation, Builder, Embedding, Forward, Hooks, Linear, PlanHints, layer};
+use crate::nn::{Activation, Builder, Embedding, Forward, Hooks, Linear, Module, PlanHints};
 use crate::param::Param;
 use crate::placement::Placement::Replicate;
 use crate::tensor::DTensor;
@@ -63,6 +63,7 @@ impl EncoderSpec {
 /// [`load_encoder`](super::load_encoder) loads one. Sharded over heads and features by
 /// [`TensorParallel`](crate::plan::TensorParallel).
 #[doc(alias = "BertModel")]
+#[derive(Module)]
 pub struct Encoder {
     /// Token embedding.
     pub tokens: Embedding,
@@ -86,12 +87,12 @@ pub struct Encoder {
     pub hooks: Hooks,
     /// Hints for planners; see [`PlanHints`].
     pub hints: PlanHints,
+    #[module(skip)]
     spec: EncoderSpec,
 }
 
-layer!(Encoder { tokens, positions, token_types, norm, projection, distance_bias, blocks, pooler, hooks, hints });
-
 /// A block of an [`Encoder`]: attention and MLP, each followed by a norm of the residual sum.
+#[derive(Module)]
 pub struct EncoderBlock {
     /// Self-attention over all positions.
     pub attention: DecoderAttention,
@@ -104,8 +105,6 @@ pub struct EncoderBlock {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
-
-layer!(EncoderBlock { attention, after_attention, mlp, after_mlp, hooks });
 
 /// What an [`Encoder`] returns.
 #[derive(Debug, Clone)]

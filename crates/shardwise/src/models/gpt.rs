@@ -13,8 +13,8 @@ use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::nn::init::Init;
 use crate::nn::{
-    Activation, AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, LayerNorm, Linear, Mlp,
-    MultiHeadAttention, PlanHints, layer,
+    Activation, AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, LayerNorm, Linear, Mlp, Module,
+    MultiHeadAttention, PlanHints,
 };
 use crate::param::Param;
 use crate::tensor::DTensor;
@@ -113,6 +113,7 @@ impl ModelSpec for GptConfig {
 
 /// GPT-2: learned positions, layer norm before each branch, GELU.
 #[doc(alias = "GPT2LMHeadModel")]
+#[derive(Module)]
 pub struct Gpt {
     /// Token embedding.
     pub tokens: Embedding,
@@ -132,9 +133,8 @@ pub struct Gpt {
     pub hints: PlanHints,
 }
 
-layer!(Gpt { tokens, positions, dropout, blocks, norm, head, hooks, hints });
-
 /// A transformer block of [`Gpt`]: attention and MLP as residual branches.
+#[derive(Module)]
 pub struct GptBlock {
     /// Norm before attention.
     pub before_attention: LayerNorm,
@@ -149,8 +149,6 @@ pub struct GptBlock {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
-
-layer!(GptBlock { before_attention, attention, before_mlp, mlp, dropout, hooks });
 
 impl Gpt {
     /// Builds the model with GPT-2's initializer. Check sizes before with [`ModelSpec::check`].

@@ -12,8 +12,8 @@ use super::names::{WeightNames, torch_name};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::nn::{
-    AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Linear, MultiHeadAttention, PlanHints, RmsNorm,
-    RotaryEmbedding, SwiGlu, layer,
+    AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Linear, Module, MultiHeadAttention, PlanHints,
+    RmsNorm, RotaryEmbedding, SwiGlu,
 };
 use crate::tensor::DTensor;
 
@@ -128,6 +128,7 @@ impl ModelSpec for LlamaConfig {
 
 /// Llama: rotary positions, RMS norm before each branch, gated MLP, grouped-query attention.
 #[doc(alias = "LlamaForCausalLM")]
+#[derive(Module)]
 pub struct Llama {
     /// Token embedding.
     pub tokens: Embedding,
@@ -143,9 +144,8 @@ pub struct Llama {
     pub hints: PlanHints,
 }
 
-layer!(Llama { tokens, blocks, norm, head, hooks, hints });
-
 /// A transformer block of [`Llama`]: attention and gated MLP as residual branches.
+#[derive(Module)]
 pub struct LlamaBlock {
     /// Norm before attention.
     pub before_attention: RmsNorm,
@@ -160,8 +160,6 @@ pub struct LlamaBlock {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
-
-layer!(LlamaBlock { before_attention, attention, before_mlp, mlp, dropout, hooks });
 
 impl Llama {
     /// Builds the model with GPT-2's initializer. Check sizes before with [`ModelSpec::check`].

@@ -2,23 +2,21 @@
 
 use super::build::Builder;
 use super::init::Init;
-use super::linear::layer;
 use super::module::{Forward, Hooks, TrainingMode};
 use crate::error::Result;
 use crate::param::Param;
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 macro_rules! activations {
     ($($(#[$meta:meta])* $name:ident { $($field:ident: $T:ty),* }, |$x:ident| $apply:expr;)*) => {$(
         $(#[$meta])*
-        #[derive(Clone, Default)]
+        #[derive(Clone, Default, Module)]
         pub struct $name {
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
             $($field: $T,)*
         }
-
-        layer!($name { hooks });
 
         impl $name {
             /// Creates the layer; it has no parameters.
@@ -104,6 +102,7 @@ activations! {
 
 /// `x` where it is positive, else `x` times a slope: drawn between two bounds in training, their mean in evaluation.
 #[doc(alias = "RReLU")]
+#[derive(Module)]
 pub struct RandomizedRelu {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
@@ -111,8 +110,6 @@ pub struct RandomizedRelu {
     upper: f64,
     training_mode: TrainingMode,
 }
-
-layer!(RandomizedRelu { training_mode, hooks });
 
 impl RandomizedRelu {
     /// Creates the layer; PyTorch's bounds are 1/8 and 1/3.
@@ -129,14 +126,13 @@ impl Forward for RandomizedRelu {
 
 /// `x` where it is positive, else `x` times a slope that is trained: one for all channels, or one for each.
 #[doc(alias = "PReLU")]
+#[derive(Module)]
 pub struct PRelu {
     /// The slopes, `[1]` or `[channels]`.
     pub weight: Param,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
-
-layer!(PRelu { weight, hooks });
 
 impl PRelu {
     /// Builds `num_parameters` slopes, each with the value `init`; PyTorch's defaults are 1 and 0.25.

@@ -2,11 +2,12 @@
 
 use super::build::Builder;
 use super::hints::Heads;
-use super::linear::{Linear, layer};
+use super::linear::Linear;
 use super::module::{Forward, Hooks, TrainingMode};
 use crate::error::{ErrorKind, Result};
 use crate::ops::AttentionOptions;
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 /// Rotary position embedding (RoPE): rotates pairs of features by angles that grow with the position.
 ///
@@ -85,6 +86,7 @@ impl Default for AttentionConfig {
 /// Sharded over heads, no operator inside communicates; [`TensorParallel`](crate::plan::TensorParallel) does so, since the
 /// module has [`Heads`].
 #[doc(alias = "MultiheadAttention")]
+#[derive(Module)]
 pub struct MultiHeadAttention {
     /// Query projection.
     pub query: Linear,
@@ -98,10 +100,9 @@ pub struct MultiHeadAttention {
     pub hooks: Hooks,
     heads: Heads,
     training_mode: TrainingMode,
+    #[module(skip)]
     config: AttentionConfig,
 }
-
-layer!(MultiHeadAttention { query, key, value, output, heads, training_mode, hooks });
 
 impl MultiHeadAttention {
     /// Builds the layer.

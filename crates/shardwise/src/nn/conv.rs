@@ -2,12 +2,12 @@
 
 use super::build::Builder;
 use super::init::Init;
-use super::linear::layer;
 use super::module::{Forward, Hooks};
 use crate::error::{ErrorKind, Result};
 use crate::ops::{ConvOptions, ConvTransposeOptions, PerDim};
 use crate::param::Param;
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 macro_rules! conv_options {
     ($layer:ident, $options:ident $(, $(#[doc = $doc:literal])* $more:ident)*) => {
@@ -91,6 +91,7 @@ macro_rules! conv_layer {
     ($(#[doc = $doc:literal])* $name:ident, $options:ident, $method:ident, $spatial:literal, $weight:literal,
         $channels:expr, $of:ident { $($field:ident),* }) => {
         $(#[doc = $doc])*
+        #[derive(Module)]
         pub struct $name {
             #[doc = $weight]
             pub weight: Param,
@@ -98,10 +99,9 @@ macro_rules! conv_layer {
             pub bias: Option<Param>,
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
+            #[module(skip)]
             options: $of<PerDim>,
         }
-
-        layer!($name { weight, bias, hooks });
 
         impl $name {
             /// Builds the layer, with PyTorch's initializer: uniform within `1 / sqrt(fan_in)`.

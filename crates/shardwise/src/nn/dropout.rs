@@ -1,21 +1,20 @@
 //! Dropout of elements and of whole channels.
 
-use super::linear::layer;
 use super::module::{Forward, Hooks, TrainingMode};
 use crate::error::{ErrorKind, Result};
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 macro_rules! dropouts {
     ($($(#[$meta:meta])* $name:ident, |$x:ident, $p:ident, $training:ident| $apply:expr;)*) => {$(
         $(#[$meta])*
+        #[derive(Module)]
         pub struct $name {
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
             p: f64,
             training_mode: TrainingMode,
         }
-
-        layer!($name { training_mode, hooks });
 
         impl $name {
             /// Creates the layer.

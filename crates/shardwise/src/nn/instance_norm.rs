@@ -2,11 +2,11 @@
 
 use super::build::Builder;
 use super::init::Init;
-use super::linear::layer;
 use super::module::{Buffer, Forward, Hooks, TrainingMode};
 use crate::error::Result;
 use crate::param::Param;
 use crate::tensor::{DTensor, no_grad};
+use shardwise_derive::Module;
 
 /// Options of [`InstanceNorm`], with PyTorch's names and defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,6 +31,7 @@ impl Default for InstanceNormOptions {
 #[doc(alias = "InstanceNorm1d")]
 #[doc(alias = "InstanceNorm2d")]
 #[doc(alias = "InstanceNorm3d")]
+#[derive(Module)]
 pub struct InstanceNorm {
     /// Weight per channel.
     pub weight: Option<Param>,
@@ -43,10 +44,9 @@ pub struct InstanceNorm {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     training_mode: TrainingMode,
+    #[module(skip)]
     options: InstanceNormOptions,
 }
-
-layer!(InstanceNorm { weight, bias, running_mean, running_var, training_mode, hooks });
 
 impl InstanceNorm {
     /// Builds the layer for `channels` channels.
@@ -99,7 +99,7 @@ impl Forward for InstanceNorm {
 }
 
 /// Norm over `size` neighbouring channels of `[n, channels, ...]`: `x / (k + alpha * mean of squares) ^ beta`.
-#[derive(Clone)]
+#[derive(Clone, Module)]
 pub struct LocalResponseNorm {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
@@ -108,8 +108,6 @@ pub struct LocalResponseNorm {
     beta: f64,
     k: f64,
 }
-
-layer!(LocalResponseNorm { hooks });
 
 impl LocalResponseNorm {
     /// Creates the layer; PyTorch's defaults are `alpha` 1e-4, `beta` 0.75 and `k` 1.

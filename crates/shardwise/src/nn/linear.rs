@@ -7,27 +7,12 @@ use crate::error::Result;
 use crate::ops::{Activation, EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
 use crate::param::Param;
 use crate::tensor::DTensor;
-
-/// Implements `Module` for a layer of this crate. Other crates use `#[derive(Module)]`, which names this crate as
-/// `::shardwise` and so cannot be used inside it.
-macro_rules! layer {
-    ($name:ident { $($field:ident),* }) => {
-        impl $crate::nn::Module for $name {
-            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, $crate::nn::ModuleItem<'_>)) {
-                if self.hooks.walk_replacement(path, "hooks", visit) {
-                    return;
-                }
-                visit(path, $crate::nn::ModuleItem::Module(stringify!($name)));
-                $($crate::nn::Module::walk(&self.$field,&$crate::nn::join(path, stringify!($field)), visit);)*
-            }
-        }
-    };
-}
-pub(crate) use layer;
+use shardwise_derive::Module;
 
 /// Linear layer: `x W^T + b` on the last dimension, with a weight `[out, in]` as in PyTorch.
 ///
 /// The weight may be quantized for inference ([`Param::set_quantized`]).
+#[derive(Module)]
 pub struct Linear {
     /// Weight `[out, in]`.
     pub weight: Param,
@@ -36,8 +21,6 @@ pub struct Linear {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
-
-layer!(Linear { weight, bias, hooks });
 
 impl Linear {
     /// Builds a layer with a bias, with PyTorch's initializer: uniform within `1 / sqrt(inputs)`.
@@ -83,15 +66,15 @@ impl Forward for Linear {
 
 /// Embedding: looks up rows of a table by ids of any shape. A table sharded over the vocabulary gives partial sums. The table
 /// may be quantized, as the weight of [`Linear`]; rows are expanded after the lookup.
+#[derive(Module)]
 pub struct Embedding {
     /// Table `[vocabulary, features]`.
     pub weight: Param,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     options: EmbeddingOptions,
 }
-
-layer!(Embedding { weight, hooks });
 
 impl Embedding {
     /// Builds a table with values from the standard normal distribution, as PyTorch does.
@@ -146,16 +129,17 @@ fn table(builder: &Builder, vocabulary: usize, features: usize, padding_idx: Opt
 }
 
 /// Embedding of bags of ids: the rows of each bag are summed, averaged or reduced to their maximum.
+#[derive(Module)]
 pub struct EmbeddingBag {
     /// Table `[vocabulary, features]`.
     pub weight: Param,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     mode: EmbeddingBagMode,
+    #[module(skip)]
     options: EmbeddingOptions,
 }
-
-layer!(EmbeddingBag { weight, hooks });
 
 impl EmbeddingBag {
     /// Builds a table with values from the standard normal distribution; `mode` says how the rows of a bag become one.

@@ -7,13 +7,13 @@ use candle_core::DType;
 
 use super::dropout::Dropout;
 use super::init::Init;
-use super::linear::layer;
 use super::module::{Forward, Hooks, Module, ModuleItem};
 use crate::error::{ErrorKind, Result, nearest};
 use crate::layout::Layout;
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::{DTensor, no_grad};
+use shardwise_derive::Module;
 
 /// Settings of low-rank adapters, with the defaults of the PEFT library.
 ///
@@ -235,6 +235,7 @@ pub fn lora_adapters(module: &dyn Module) -> BTreeMap<String, (Param, Param)> {
 }
 
 /// A linear layer with an adapter: `x W^T + b + scale (x A^T) B^T`. [`Lora::apply`] creates them.
+#[derive(Module)]
 pub struct LoraLinear {
     /// Weight `[out, in]` of the layer, frozen.
     pub weight: Param,
@@ -250,8 +251,6 @@ pub struct LoraLinear {
     pub hooks: Hooks,
     scale: f64,
 }
-
-layer!(LoraLinear { weight, bias, lora_a, lora_b, dropout, hooks });
 
 impl Forward for LoraLinear {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {

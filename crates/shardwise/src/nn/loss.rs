@@ -1,17 +1,17 @@
 //! Losses as modules: options with PyTorch's names and defaults, and `forward` with as many tensors as the loss has.
 
-use super::linear::layer;
 use super::module::{Buffer, ForwardAll, Hooks};
 use crate::error::{ErrorKind, Result};
 use crate::ops::{CtcOptions, LossOptions, NllOptions, Reduction, TripletOptions};
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 /// One module per loss: options with defaults, weights that are buffers, inputs, and the operator.
 macro_rules! losses {
     ($($(#[$meta:meta])* $name:ident { $($field:ident: $T:ty = $default:expr),* } [$($weight:ident),*]
         ($($input:ident),+) => $apply:expr;)*) => {$(
         $(#[$meta])*
-        #[derive(Clone)]
+        #[derive(Clone, Module)]
         pub struct $name {
             /// Hooks of the inputs, by position, and of the loss; see [`Hooks`].
             pub hooks: Hooks,
@@ -21,8 +21,6 @@ macro_rules! losses {
             )*
             $($field: $T,)*
         }
-
-        layer!($name { hooks $(, $weight)* });
 
         impl Default for $name {
             fn default() -> Self {
@@ -170,14 +168,13 @@ losses! {
 
 /// Connectionist temporal classification: the negative log likelihood of sequences that are not aligned.
 #[doc(alias = "CTCLoss")]
-#[derive(Clone, Default)]
+#[derive(Clone, Default, Module)]
 pub struct CtcLoss {
     /// Hooks of the log probabilities and the targets, and of the loss; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     options: CtcOptions,
 }
-
-layer!(CtcLoss { hooks });
 
 impl CtcLoss {
     /// Creates the loss.

@@ -1,13 +1,15 @@
 //! Feed-forward blocks of transformers.
 
 use super::build::Builder;
-use super::linear::{Linear, layer};
+use super::linear::Linear;
 use super::module::{Forward, Hooks};
 use crate::error::Result;
 use crate::ops::Activation;
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 /// Feed-forward block: `down(activation(up(x)))`.
+#[derive(Module)]
 pub struct Mlp {
     /// From `width` to `hidden` features; tensor parallelism shards it by columns.
     pub up: Linear,
@@ -15,10 +17,9 @@ pub struct Mlp {
     pub down: Linear,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     activation: Activation,
 }
-
-layer!(Mlp { up, down, hooks });
 
 impl Mlp {
     /// Builds the block, with `width` features outside and `hidden` inside.
@@ -36,6 +37,7 @@ impl Forward for Mlp {
 }
 
 /// Gated feed-forward block of Llama: `down(silu(gate(x)) * up(x))`, without biases.
+#[derive(Module)]
 pub struct SwiGlu {
     /// From `width` to `hidden` features, through SiLU.
     pub gate: Linear,
@@ -46,8 +48,6 @@ pub struct SwiGlu {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
-
-layer!(SwiGlu { gate, up, down, hooks });
 
 impl SwiGlu {
     /// Builds the block, with `width` features outside and `hidden` inside.

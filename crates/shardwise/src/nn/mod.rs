@@ -88,7 +88,6 @@ pub use fsdp::{FsdpModule, MixedPrecision};
 pub(crate) use full_state::{check_rank, described_by, gather_to, stand_in, text_of};
 pub use hints::{Heads, PlanHints};
 pub use instance_norm::{InstanceNorm, InstanceNormOptions, LocalResponseNorm};
-pub(crate) use linear::layer;
 pub use linear::{Embedding, EmbeddingBag, Linear};
 pub use lora::{Lora, LoraLinear, lora_adapters};
 pub use loss::{

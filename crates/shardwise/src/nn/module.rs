@@ -11,6 +11,7 @@ use super::hints::{Heads, PlanHints};
 use super::state_dict::{IncompatibleKeys, StateDictOptions};
 use crate::comm::MemoryKind;
 use crate::error::{ErrorKind, Result, listed};
+use crate::ops::{PerDim, Reduction};
 use crate::param::{MergedTensor, Param};
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -479,6 +480,8 @@ macro_rules! without_tensors {
     )*};
 }
 without_tensors!(usize, isize, i32, i64, u32, u64, f32, f64, bool, String, &'static str, ());
+// Arguments of layers.
+without_tensors!((isize, isize), (usize, usize), PerDim, Reduction);
 
 impl<M: Module> Module for Vec<M> {
     fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {

@@ -2,13 +2,14 @@
 
 use super::build::Builder;
 use super::init::Init;
-use super::linear::layer;
 use super::module::{Buffer, Forward, Hooks, TrainingMode};
 use crate::error::Result;
 use crate::param::Param;
 use crate::tensor::{DTensor, no_grad};
+use shardwise_derive::Module;
 
 /// Layer norm over the last dimension, with weight and bias.
+#[derive(Module)]
 pub struct LayerNorm {
     /// Weight, one element per normalized feature or channel.
     pub weight: Param,
@@ -18,8 +19,6 @@ pub struct LayerNorm {
     pub hooks: Hooks,
     eps: f64,
 }
-
-layer!(LayerNorm { weight, bias, hooks });
 
 impl LayerNorm {
     /// Builds the layer for a last dimension of size `features`; the weight starts with ones.
@@ -55,6 +54,7 @@ fn affine(builder: &Builder, features: usize) -> Result<(Param, Param)> {
 
 /// RMS norm over the last dimension, with a weight.
 #[doc(alias = "RMSNorm")]
+#[derive(Module)]
 pub struct RmsNorm {
     /// Weight, one element per normalized feature or channel.
     pub weight: Param,
@@ -62,8 +62,6 @@ pub struct RmsNorm {
     pub hooks: Hooks,
     eps: f64,
 }
-
-layer!(RmsNorm { weight, hooks });
 
 impl RmsNorm {
     /// Builds the layer for a last dimension of size `features`; the weight starts with ones.
@@ -89,6 +87,7 @@ impl Forward for RmsNorm {
 }
 
 /// Group norm of `[n, channels, ...]`, with weight and bias per channel.
+#[derive(Module)]
 pub struct GroupNorm {
     /// Weight, one element per normalized feature or channel.
     pub weight: Param,
@@ -99,8 +98,6 @@ pub struct GroupNorm {
     groups: usize,
     eps: f64,
 }
-
-layer!(GroupNorm { weight, bias, hooks });
 
 impl GroupNorm {
     /// Builds the layer for `channels` channels in `groups` groups.
@@ -126,6 +123,7 @@ impl Forward for GroupNorm {
 #[doc(alias = "SyncBatchNorm")]
 #[doc(alias = "BatchNorm1d")]
 #[doc(alias = "BatchNorm2d")]
+#[derive(Module)]
 pub struct BatchNorm {
     /// Weight, one element per normalized feature or channel.
     pub weight: Param,
@@ -141,8 +139,6 @@ pub struct BatchNorm {
     momentum: f64,
     eps: f64,
 }
-
-layer!(BatchNorm { weight, bias, running_mean, running_var, training_mode, hooks });
 
 impl BatchNorm {
     /// Builds the layer for `channels` channels; `momentum` is the weight of a new batch in the running averages.

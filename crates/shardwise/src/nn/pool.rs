@@ -1,11 +1,11 @@
 //! Pooling layers.
 
-use super::linear::layer;
 use super::module::{Forward, Hooks};
 use crate::error::Result;
 use crate::ops::{PerDim, PoolOptions};
 use crate::placement::Placement;
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 /// A pool of windows without dilation or other options, which exchanges halos of sharded dimensions and stores no windows.
 type HaloPool = fn(&DTensor, usize, Option<usize>, usize) -> Result<DTensor>;
@@ -38,14 +38,13 @@ fn pooled(
 macro_rules! pool_layer {
     ($(#[$meta:meta])* $name:ident) => {
         $(#[$meta])*
-        #[derive(Clone)]
+        #[derive(Clone, Module)]
         pub struct $name {
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
+            #[module(skip)]
             options: PoolOptions,
         }
-
-        layer!($name { hooks });
 
         impl $name {
             /// Windows of `kernel_size`, one number or one per spatial dimension, side by side.
@@ -156,15 +155,14 @@ avg_pools! {
 macro_rules! lp_pools {
     ($($(#[$meta:meta])* $name:ident, $spatial:literal;)*) => {$(
         $(#[$meta])*
-        #[derive(Clone)]
+        #[derive(Clone, Module)]
         pub struct $name {
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
             norm_type: f64,
+            #[module(skip)]
             options: PoolOptions,
         }
-
-        layer!($name { hooks });
 
         impl $name {
             /// Norms of order `norm_type` of windows of `kernel_size`, side by side.
@@ -209,14 +207,13 @@ lp_pools! {
 macro_rules! adaptive_pools {
     ($($(#[$meta:meta])* $name:ident, $spatial:literal, |$x:ident, $sizes:ident| $pool:expr;)*) => {$(
         $(#[$meta])*
-        #[derive(Clone)]
+        #[derive(Clone, Module)]
         pub struct $name {
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
+            #[module(skip)]
             sizes: Vec<Option<usize>>,
         }
-
-        layer!($name { hooks });
 
         impl $name {
             /// Pools to `output_size`, one number or one per spatial dimension.
@@ -266,15 +263,15 @@ enum FractionalOutput {
 macro_rules! fractional_pools {
     ($($(#[$meta:meta])* $name:ident, $spatial:literal;)*) => {$(
         $(#[$meta])*
-        #[derive(Clone)]
+        #[derive(Clone, Module)]
         pub struct $name {
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
+            #[module(skip)]
             kernel_size: PerDim,
+            #[module(skip)]
             output: FractionalOutput,
         }
-
-        layer!($name { hooks });
 
         impl $name {
             /// Windows of `kernel_size`, as many as `output_size` says.

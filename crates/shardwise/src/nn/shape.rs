@@ -1,23 +1,21 @@
 //! Layers that change the shape: padding, flattening, windows as columns, pixels and channels, resampling.
 
-use super::linear::layer;
 use super::module::{Forward, Hooks};
 use crate::error::Result;
 use crate::ops::{InterpolateOptions, Interpolation, PadMode, PerDim};
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 /// Layers without parameters: their arguments, and the operator.
 macro_rules! shape_layers {
     ($($(#[$meta:meta])* $name:ident { $($field:ident: $T:ty),* }, |$x:ident| $apply:expr;)*) => {$(
         $(#[$meta])*
-        #[derive(Clone)]
+        #[derive(Clone, Module)]
         pub struct $name {
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
             $($field: $T,)*
         }
-
-        layer!($name { hooks });
 
         impl $name {
             /// Creates the layer; it has no parameters.
@@ -73,15 +71,13 @@ shape_layers! {
 #[doc(alias = "ConstantPad1d")]
 #[doc(alias = "ConstantPad2d")]
 #[doc(alias = "ConstantPad3d")]
-#[derive(Clone)]
+#[derive(Clone, Module)]
 pub struct ConstantPad {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     padding: Vec<(usize, usize)>,
     value: f64,
 }
-
-layer!(ConstantPad { hooks });
 
 impl ConstantPad {
     /// Pads with `value`: `(before, after)` per dimension, from the last dimension backwards.
@@ -97,15 +93,13 @@ impl Forward for ConstantPad {
 }
 
 /// Flattens all dimensions but the first into one, or those from [`dims`](Self::dims).
-#[derive(Clone)]
+#[derive(Clone, Module)]
 pub struct Flatten {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     start_dim: isize,
     end_dim: isize,
 }
-
-layer!(Flatten { hooks });
 
 impl Default for Flatten {
     fn default() -> Self {
@@ -142,15 +136,15 @@ enum UpsampleTo {
 /// Resampling of the spatial dimensions of `[n, channels, ..]`.
 #[doc(alias = "UpsamplingNearest2d")]
 #[doc(alias = "UpsamplingBilinear2d")]
-#[derive(Clone)]
+#[derive(Clone, Module)]
 pub struct Upsample {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     to: UpsampleTo,
+    #[module(skip)]
     options: InterpolateOptions,
 }
-
-layer!(Upsample { hooks });
 
 impl Upsample {
     /// Resamples to `size`, one number per spatial dimension, by the nearest element.
@@ -202,15 +196,14 @@ struct ColumnOptions {
 macro_rules! column_layers {
     ($($(#[$meta:meta])* $name:ident { $($first:ident),* }, |$x:ident, $o:ident| $apply:expr;)*) => {$(
         $(#[$meta])*
-        #[derive(Clone)]
+        #[derive(Clone, Module)]
         pub struct $name {
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
             $($first: PerDim,)*
+            #[module(skip)]
             options: ColumnOptions,
         }
-
-        layer!($name { hooks });
 
         impl $name {
             /// Windows of `kernel_size` in steps of 1, without padding.

@@ -2,11 +2,11 @@
 
 use super::build::Builder;
 use super::init::Init;
-use super::linear::layer;
 use super::module::{ForwardAll, Hooks};
 use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::tensor::DTensor;
+use shardwise_derive::Module;
 
 /// Runs a layer of two inputs between its hooks.
 #[track_caller]
@@ -28,14 +28,12 @@ fn of_two(
 macro_rules! pair_layers {
     ($($(#[$meta:meta])* $name:ident { $($field:ident: $T:ty),* }, |$a:ident, $b:ident| $apply:expr;)*) => {$(
         $(#[$meta])*
-        #[derive(Clone)]
+        #[derive(Clone, Module)]
         pub struct $name {
             /// Hooks of both inputs and of the output; see [`Hooks`].
             pub hooks: Hooks,
             $($field: $T,)*
         }
-
-        layer!($name { hooks });
 
         impl $name {
             /// Creates the layer; it has no parameters.
@@ -67,6 +65,7 @@ pair_layers! {
 }
 
 /// Bilinear layer: `a W b + bias` for features of two inputs.
+#[derive(Module)]
 pub struct Bilinear {
     /// Weight `[out, in1, in2]`.
     pub weight: Param,
@@ -75,8 +74,6 @@ pub struct Bilinear {
     /// Hooks of both inputs and of the output; see [`Hooks`].
     pub hooks: Hooks,
 }
-
-layer!(Bilinear { weight, bias, hooks });
 
 impl Bilinear {
     /// Builds the layer, with PyTorch's initializer: uniform within `1 / sqrt(in1)`.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::target_placements::TargetPlacements;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
-use crate::nn::{Buffer, Forward, Layer, Module, ModuleItem, join};
+use crate::nn::{Buffer, Forward, Layer, Module};
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -104,16 +104,11 @@ impl Sharder for VocabularyParallel {
 }
 
 /// The layer that [`VocabularyParallel`] builds.
+#[derive(Module)]
 struct VocabularyEmbedding {
     weight: Param,
+    #[module(skip)]
     output: TargetPlacements,
-}
-
-impl Module for VocabularyEmbedding {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
-        visit(path, ModuleItem::Module("VocabularyEmbedding"));
-        self.weight.walk(&join(path, "weight"), visit);
-    }
 }
 
 impl Forward for VocabularyEmbedding {

@@ -9,12 +9,13 @@ use super::spec::{AttentionSpec, LayerSpec, NormSpec, QueryKeyNorm};
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::models::cache::{CachedKeys, KvCache};
-use crate::nn::{Builder, Forward, Heads, Hooks, Linear, layer};
+use crate::nn::{Builder, Forward, Heads, Hooks, Linear, Module};
 use crate::ops::{AttentionOptions, RotaryFrequencies};
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 /// Grouped-query attention of a [`Decoder`](super::Decoder) or of an encoder.
+#[derive(Module)]
 pub struct DecoderAttention {
     /// Query projection.
     pub query: Linear,
@@ -31,13 +32,12 @@ pub struct DecoderAttention {
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     heads: Heads,
+    #[module(skip)]
     spec: AttentionSpec,
     causal: bool,
     window: Option<usize>,
     scale: f64,
 }
-
-layer!(DecoderAttention { query, key, value, query_norm, key_norm, output, heads, hooks });
 
 /// What attention needs apart from its input.
 #[derive(Default)]

@@ -6,10 +6,11 @@ use super::mlp::DecoderMlp;
 use super::norm::FeatureNorm;
 use super::spec::DecoderSpec;
 use crate::error::Result;
-use crate::nn::{Builder, Dropout, Forward, Hooks, layer};
+use crate::nn::{Builder, Dropout, Forward, Hooks, Module};
 use crate::tensor::DTensor;
 
 /// A transformer block of a [`Decoder`](super::Decoder): attention and MLP as residual branches.
+#[derive(Module)]
 pub struct DecoderBlock {
     /// Norm before attention.
     pub before_attention: Option<FeatureNorm>,
@@ -31,18 +32,6 @@ pub struct DecoderBlock {
     pub hooks: Hooks,
     parallel: bool,
 }
-
-layer!(DecoderBlock {
-    before_attention,
-    attention,
-    after_attention,
-    before_mlp,
-    mlp,
-    experts,
-    after_mlp,
-    dropout,
-    hooks
-});
 
 impl DecoderBlock {
     pub(in crate::models) fn new(builder: &Builder, spec: &DecoderSpec, layer: usize) -> Result<Self> {

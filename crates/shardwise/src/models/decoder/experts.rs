@@ -11,7 +11,7 @@ use crate::autograd::first_derivative_only;
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::nn::init::Init;
-use crate::nn::{Activation, Builder, Forward, Hooks, Linear, layer};
+use crate::nn::{Activation, Builder, Forward, Hooks, Linear, Module};
 use crate::op::{self, Gradient, KernelContext, Op, OpPlan};
 use crate::ops::{BlockType, QuantizedTensor};
 use crate::param::Param;
@@ -24,6 +24,7 @@ use shardwise_kernels::experts::{ExpertActivation, ExpertRows, expert_mlp, exper
 ///
 /// Every rank computes its part of the experts only on the tokens that chose them. Stacks may be sharded over
 /// experts or over the features inside them.
+#[derive(Module)]
 pub struct MixtureOfExperts {
     /// Scores of the experts.
     pub router: Linear,
@@ -35,14 +36,14 @@ pub struct MixtureOfExperts {
     pub shared_gate: Option<Linear>,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     spec: ExpertsSpec,
 }
-
-layer!(MixtureOfExperts { router, experts, shared, shared_gate, hooks });
 
 /// The stacked weights of the experts of a [`MixtureOfExperts`].
 ///
 /// They may be quantized for inference, all three of them ([`Param::set_quantized`]).
+#[derive(Module)]
 pub struct Experts {
     /// Gates `[experts, hidden, width]`.
     pub gate: Param,
@@ -52,10 +53,9 @@ pub struct Experts {
     pub down: Param,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     activation: Activation,
 }
-
-layer!(Experts { gate, up, down, hooks });
 
 impl MixtureOfExperts {
     pub(in crate::models) fn new(builder: &Builder, width: usize, spec: ExpertsSpec, mlp: MlpSpec) -> Result<Self> {

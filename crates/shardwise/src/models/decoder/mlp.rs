@@ -3,10 +3,11 @@
 use super::attention::linear;
 use super::spec::MlpSpec;
 use crate::error::Result;
-use crate::nn::{Activation, Builder, Forward, Hooks, Linear, layer};
+use crate::nn::{Activation, Builder, Forward, Hooks, Linear, Module};
 use crate::tensor::DTensor;
 
 /// Feed-forward block: `down(activation(up(x)))`, or with a gate `down(activation(gate(x)) * up(x))`.
+#[derive(Module)]
 pub struct DecoderMlp {
     /// The gate, if there is one.
     pub gate: Option<Linear>,
@@ -16,10 +17,9 @@ pub struct DecoderMlp {
     pub down: Linear,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     activation: Activation,
 }
-
-layer!(DecoderMlp { gate, up, down, hooks });
 
 impl DecoderMlp {
     pub(in crate::models) fn new(builder: &Builder, width: usize, spec: MlpSpec) -> Result<Self> {

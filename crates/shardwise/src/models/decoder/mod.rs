@@ -28,13 +28,14 @@ use candle_core::DType;
 use super::cache::KvCache;
 use crate::error::{ErrorKind, Result};
 use crate::nn::init::Init;
-use crate::nn::{Builder, Dropout, Embedding, Forward, Hooks, Linear, PlanHints, layer};
+use crate::nn::{Builder, Dropout, Embedding, Forward, Hooks, Linear, Module, PlanHints};
 use crate::ops::RotaryFrequencies;
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 /// A causal transformer: token embedding, blocks of attention and MLP, and a head that gives the logits of the next token.
+#[derive(Module)]
 pub struct Decoder {
     /// Token embedding.
     pub tokens: Embedding,
@@ -52,12 +53,12 @@ pub struct Decoder {
     pub hooks: Hooks,
     /// Hints for planners; see [`PlanHints`].
     pub hints: PlanHints,
+    #[module(skip)]
     spec: Arc<DecoderSpec>,
     /// Angles of the rotary embeddings whose angles do not depend on the length.
+    #[module(skip)]
     angles: Vec<Arc<RotaryFrequencies>>,
 }
-
-layer!(Decoder { tokens, positions, dropout, blocks, norm, head, hooks, hints });
 
 /// Which logits a forward pass returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

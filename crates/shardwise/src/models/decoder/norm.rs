@@ -3,11 +3,12 @@
 use super::spec::{NormKind, NormSpec};
 use crate::error::Result;
 use crate::nn::init::Init;
-use crate::nn::{Builder, Forward, Hooks, layer};
+use crate::nn::{Builder, Forward, Hooks, Module};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
 /// RMS norm or layer norm over the last dimension.
+#[derive(Module)]
 pub struct FeatureNorm {
     /// Weight, one element per feature.
     pub weight: Param,
@@ -15,10 +16,9 @@ pub struct FeatureNorm {
     pub bias: Option<Param>,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
+    #[module(skip)]
     spec: NormSpec,
 }
-
-layer!(FeatureNorm { weight, bias, hooks });
 
 impl FeatureNorm {
     pub(in crate::models) fn new(builder: &Builder, features: usize, spec: NormSpec) -> Result<Self> {

@@ -2,6 +2,7 @@
 //! between files.
 
 mod imports;
+mod modules;
 mod placements;
 mod prose;
 mod type_names;
