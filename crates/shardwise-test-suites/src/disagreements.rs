@@ -144,8 +144,8 @@ pub fn layouts_to_load(world: &World, path: &Path) -> Result<()> {
         Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [Shard(dim)])?))
     };
     let errors = [
-        checkpoint::load_placed(world, path, own).map(drop).expect_err("two layouts"),
-        checkpoint::load_selected(world, path, |key| !odd || key == "w", own).map(drop).expect_err("two layouts"),
+        checkpoint::load_placed(world, path, |_| true, own).map(drop).expect_err("two layouts"),
+        checkpoint::load_placed(world, path, |key| !odd || key == "w", own).map(drop).expect_err("two layouts"),
     ];
     for error in errors {
         assert_eq!(error.kind(), Some(&ErrorKind::Disagreement), "{error}");
@@ -155,13 +155,18 @@ pub fn layouts_to_load(world: &World, path: &Path) -> Result<()> {
         assert_same_on_all_ranks(world, &error.to_string())?;
     }
     // One rank cannot choose at all.
-    let refused = checkpoint::load_placed(world, path, |key, shape| match odd {
-        true => Err(ErrorKind::Layout.error("layout", "none", "one", "choose one")),
-        false => on_rows(key, shape),
-    });
+    let refused = checkpoint::load_placed(
+        world,
+        path,
+        |_| true,
+        |key, shape| match odd {
+            true => Err(ErrorKind::Layout.error("layout", "none", "one", "choose one")),
+            false => on_rows(key, shape),
+        },
+    );
     let refused = refused.map(drop);
     assert!(matches!(refused, Err(Error::OnRank { rank: 1, .. })), "{refused:?}");
-    let some = checkpoint::load_selected(world, path, |key| !odd || key == "w", on_rows)?;
+    let some = checkpoint::load_placed(world, path, |key| !odd || key == "w", on_rows)?;
     assert_eq!(some.get("v").is_none(), odd);
     assert_eq!(some.tensor("w")?.sum_all()?.item::<f32>()?, 144.0);
     Ok(())

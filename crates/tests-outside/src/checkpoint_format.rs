@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use shardwise::candle_core::{Device, Tensor};
 use shardwise::checkpoint::{
     self, CheckpointFormat, Contents, ConvertOptions, FileRole, FileToWrite, Files, Format, FormatWriter, Key,
-    SaveOptions, State, StoredTensor, Value, ValueStorage, WrittenFile,
+    SaveOptions, State, StateLoadOptions, StoredTensor, Value, ValueStorage, WrittenFile,
 };
 use shardwise::error::ErrorKind;
 use shardwise::prelude::*;
@@ -148,7 +148,8 @@ fn load(path: &Path, values: bool) -> Result<()> {
         let like = DTensor::zeros((7, 5), DType::F32, &mesh, [Shard(1)])?;
         let mut template = vec![("model", State::map([("weight", like)]))];
         template.extend(values.then(|| ("step", State::from(0))));
-        let (loaded, report) = checkpoint::load_reporting(&world, &path, &State::map(template))?;
+        let loaded = checkpoint::load_with(&world, &path, &State::map(template), &StateLoadOptions::default())?;
+        let (loaded, report) = (loaded.state, loaded.report);
         assert_eq!(loaded.tensor("model.weight")?.full_tensor()?.to_vec2::<f32>()?, weight().to_vec2::<f32>()?);
         if values {
             assert_eq!(loaded.value("step")?, Value::Int(7));

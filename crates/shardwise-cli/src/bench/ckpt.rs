@@ -112,7 +112,7 @@ pub(crate) fn run(options: &BenchCkptOptions) -> Result<()> {
                 let place = |_: &str, shape: &[usize]| {
                     Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [placement.clone()])?))
                 };
-                timed(&world, || checkpoint::load_placed(&world, &path, place).map(drop))
+                timed(&world, || checkpoint::load_placed(&world, &path, |_| true, place).map(drop))
             })
         })?;
     }

@@ -31,7 +31,7 @@ use crate::layout::{Layout, TensorBox};
 /// numbers such as `step` as tensors.
 ///
 /// All ranks load the same save, even while another one replaces it: then they start over with the new one. Every byte that
-/// has a checksum is verified; [`load_reporting`] returns what has none.
+/// has a checksum is verified; the report of [`load_with`] says what has none.
 ///
 /// # Errors
 /// [`Error::OnRank`] on all ranks with the error of the first rank that failed: entries that are missing or have another shape,
@@ -42,16 +42,8 @@ pub fn load(world: &World, path: impl AsRef<Path>, template: &State) -> Result<S
     load_at(world, path.as_ref(), template, &StateLoadOptions::default(), Location::caller()).map(|loaded| loaded.state)
 }
 
-/// Loads as [`load`] does, and also returns how much this rank read and what of it no checksum covers.
-///
-/// Collective.
-#[track_caller]
-pub fn load_reporting(world: &World, path: impl AsRef<Path>, template: &State) -> Result<(State, LoadReport)> {
-    let loaded = load_at(world, path.as_ref(), template, &StateLoadOptions::default(), Location::caller())?;
-    Ok((loaded.state, loaded.report))
-}
-
-/// Loads as [`load`] does, with options, and returns which entries differ between checkpoint and template.
+/// Loads as [`load`] does, with options, and returns which entries differ between checkpoint and template, how much this rank read,
+/// and what of it no checksum covers.
 ///
 /// Collective: every rank of the world must call it with the same options.
 ///
@@ -133,44 +125,49 @@ pub(super) fn load_by_template(
     Ok(LoadedState { report, ..loaded })
 }
 
-/// Loads all entries of a checkpoint, each tensor in the layout that `place` chooses from its flat key and global shape.
+/// Loads the entries of a checkpoint whose flat key `select` accepts (`|_| true`: all), each tensor in the layout that `place`
+/// chooses from its flat key and global shape.
 ///
 /// Collective: every rank of the world must call it, with the same choices, which ranks compare before anything is read. Needs no
 /// template; otherwise as [`load`].
 ///
+/// ```
+/// use shardwise::checkpoint::{self, State};
+/// use shardwise::prelude::*;
+///
+/// # let directory = std::env::temp_dir().join(format!("shardwise-load-placed-{}", std::process::id()));
+/// # let path = directory.clone();
+/// launch(2, move |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let weights = State::map([("w", DTensor::ones(4, DType::F32, &mesh, [Replicate])?)]);
+///     checkpoint::save(&world, &path, &State::map([("model", weights.clone()), ("average", weights)]))?;
+///     let in_shards = |_: &str, shape: &[usize]| Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [Shard(0)])?));
+///     let model = checkpoint::load_placed(&world, &path, |key| key.starts_with("model."), in_shards)?;
+///     assert_eq!(model.tensor("model.w")?.to_local().dims(), [2]);
+///     assert!(model.get("average").is_none());
+///     Ok(())
+/// })?;
+/// # std::fs::remove_dir_all(&directory).unwrap();
+/// # Ok::<(), Error>(())
+/// ```
+///
 /// # Errors
 /// As [`load`]. On all ranks: [`ErrorKind::Layout`] if a chosen layout is for another shape or another mesh than the chosen one;
-/// [`ErrorKind::Disagreement`], with the first entry that differs, if ranks choose different layouts.
+/// [`ErrorKind::Disagreement`], with the first entry that differs, if ranks choose different layouts or entries.
 #[track_caller]
 pub fn load_placed(
-    world: &World,
-    path: impl AsRef<Path>,
-    place: impl Fn(&str, &[usize]) -> Result<(DeviceMesh, Layout)>,
-) -> Result<State> {
-    load_selected_at(world, path.as_ref(), &|_| true, &place, Location::caller())
-}
-
-/// Loads the entries of a checkpoint whose flat key `select` accepts, such as `|key| key.starts_with("optimizer.state.")`, as
-/// [`load_placed`] does.
-///
-/// Collective.
-///
-/// # Errors
-/// As [`load_placed`].
-#[track_caller]
-pub fn load_selected(
     world: &World,
     path: impl AsRef<Path>,
     select: impl Fn(&str) -> bool,
     place: impl Fn(&str, &[usize]) -> Result<(DeviceMesh, Layout)>,
 ) -> Result<State> {
-    load_selected_at(world, path.as_ref(), &select, &place, Location::caller())
+    load_placed_at(world, path.as_ref(), &select, &place, Location::caller())
 }
 
 /// Chooses mesh and layout of a tensor from its flat key and global shape.
 type PlaceTensor<'a> = dyn Fn(&str, &[usize]) -> Result<(DeviceMesh, Layout)> + 'a;
 
-fn load_selected_at(
+fn load_placed_at(
     world: &World,
     path: &Path,
     select: &dyn Fn(&str) -> bool,

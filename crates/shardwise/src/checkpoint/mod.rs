@@ -6,7 +6,8 @@
 //! * [`save_from`], [`load_into`] and [`resume`] save and restore a training run in one call: model, optimizer with its
 //!   schedule, random generator of the mesh and position in the data. [`ModelPart`] adds a name prefix and non-strict loads.
 //! * [`save`], [`async_save`] and [`load`] work on a nested [`State`] of tensors and values, PyTorch's state dict. [`Series`]
-//!   keeps the last few checkpoints of a run.
+//!   keeps the last few checkpoints of a run. [`load_with`], [`load_into_with`] and [`save_with`] take options; [`load_placed`] needs no
+//!   template.
 //! * [`open`] reads the metadata of a checkpoint of any format as a [`Catalog`], without a world. [`verify`], [`diff`],
 //!   [`convert`] and [`dry_load`] are built on it.
 //! * [`gguf`] sees a GGUF file as a Hugging Face directory.
@@ -78,7 +79,7 @@ pub use encoding::ChunkEncoding;
 pub use files::{Files, LoadReport};
 pub use format::{CheckpointFormat, FileRole, FileToWrite, Format, FormatWriter, ValueStorage, WrittenFile};
 pub(crate) use load::load_consistent;
-pub use load::{load, load_placed, load_reporting, load_selected, load_with};
+pub use load::{load, load_placed, load_with};
 pub use load_options::{LoadedState, StateLoadOptions};
 pub(crate) use mapped::{MAPPED_BUFFER, MappedBox, read_mapped, read_mapped_blocks};
 pub use model_part::ModelPart;

@@ -200,9 +200,12 @@ fn nested_state(format: Format, name: &str) {
         }
         let generator: shardwise::random::GeneratorState = loaded.get("generator").unwrap().try_into()?;
         assert_eq!(generator.seed, u64::MAX - 5);
-        let everything = checkpoint::load_placed(&world, &path, |_, shape| {
-            Ok((mesh.clone(), Layout::replicated(mesh.mesh(), shape)?))
-        })?;
+        let everything = checkpoint::load_placed(
+            &world,
+            &path,
+            |_| true,
+            |_, shape| Ok((mesh.clone(), Layout::replicated(mesh.mesh(), shape)?)),
+        )?;
         assert_eq!(everything.value("mixed.1")?, Value::Bool(true));
         assert!(same(&everything.tensor("mixed.0")?.to_local(), &whole(&[2], DType::U8, 5)));
         Ok(())

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use shardwise::checkpoint::{
-    self, Catalog, ConvertOptions, DiffOptions, ElementType, Format, Value, convert, diff, load_reporting, verify,
+    self, Catalog, ConvertOptions, DiffOptions, ElementType, Format, StateLoadOptions, Value, convert, diff, verify,
 };
 use shardwise::prelude::*;
 use shardwise_test_suites::scratch::Scratch;
@@ -93,7 +93,9 @@ fn a_rank_reads_the_blocks_of_its_shard() {
         let mesh = world.mesh([("tp", 2)])?;
         let empty = DTensor::zeros((2, 512), DType::F32, &mesh, [Shard(1)])?;
         let template = checkpoint::State::map([("Q8_0", empty)]);
-        let (state, report) = load_reporting(&world, data("blocks.gguf"), &template)?;
+        let options = StateLoadOptions::default();
+        let loaded = checkpoint::load_with(&world, data("blocks.gguf"), &template, &options)?;
+        let (state, report) = (loaded.state, loaded.report);
         assert_eq!(report.bytes, 2 * 8 * 34, "half of the columns: 8 of 16 blocks of two rows");
         assert_eq!(report.unchecked, ["Q8_0"]);
         let catalog = checkpoint::open(data("blocks.gguf"))?;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering::SeqCst};
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use shardwise::checkpoint::{self, ConvertOptions, Format, SaveOptions, State, convert, load_reporting, verify};
+use shardwise::checkpoint::{self, ConvertOptions, Format, SaveOptions, State, StateLoadOptions, convert, verify};
 use shardwise::prelude::*;
 use shardwise::{OwnedBox, TensorBox};
 use shardwise_test_suites::errors::same_error_on_all_ranks;
@@ -234,7 +234,8 @@ fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
         let reports = ThreadWorld::new(ranks).unwrap().run(move |world| {
             let mesh = world.mesh([("all", ranks)])?;
             let template = State::map([("w", DTensor::zeros(600, DType::F32, &mesh, [Shard(0)])?)]);
-            let (state, report) = load_reporting(&world, &path, &template)?;
+            let loaded = checkpoint::load_with(&world, &path, &template, &StateLoadOptions::default())?;
+            let (state, report) = (loaded.state, loaded.report);
             assert_eq!(state.tensor("w")?.full_tensor()?.to_vec1::<f32>()?[599], 599.0);
             assert_eq!(report.unchecked, if report.unchecked_bytes > 0 { vec!["w"] } else { vec![] });
             Ok((report.bytes, report.unchecked_bytes))

@@ -30,7 +30,9 @@ fn the_check_finds_a_walk_by_hand() {
     assert!(walks_by_hand("impl Module for Linear {"));
     assert!(walks_by_hand("        impl $crate::nn::Module for $name {\n"));
     assert!(walks_by_hand("impl<M: Module> Module for Vec<M> {"));
-    assert!(!walks_by_hand("#[derive(Module)]\npub struct Linear {\n/// impl Module for Linear {\nimpl FsdpModule for M {"));
+    assert!(!walks_by_hand(
+        "#[derive(Module)]\npub struct Linear {\n/// impl Module for Linear {\nimpl FsdpModule for M {"
+    ));
 }
 
 fn walks_by_hand(text: &str) -> bool {
