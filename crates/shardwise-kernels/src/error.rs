@@ -1,11 +1,9 @@
-//! Errors of kernels, and the kinds and texts of invalid arguments, which the library shares.
+//! Errors of kernels: what is wrong with a tensor or a number. The library adds kinds for meshes, ranks, plans and files.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::DType;
-use serde::{Deserialize, Serialize};
 
 /// Result of a kernel.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -23,15 +21,12 @@ pub enum Error {
     Candle(Arc<candle_core::Error>),
 }
 
-/// Kind of an invalid argument, with fields that a program can match on. The text is in [`Invalid`].
-///
-/// Where all ranks of a group report the error of one rank, all of them get its kind.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
+/// Kind of an invalid argument of a kernel, with fields that a program can match on. The text is in [`Invalid`].
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ErrorKind {
     /// A number, an option or a combination of options is out of range or contradictory.
     Argument,
-    /// No operator, mesh axis, optimizer, file format or entry of a state or checkpoint has this name.
+    /// No type of blocks has this name.
     UnknownName {
         /// The name as the program or file spelled it.
         name: String,
@@ -44,96 +39,39 @@ pub enum ErrorKind {
     /// A tensor has the wrong element type, or one that the kernels do not support.
     DType {
         /// The type that was found.
-        #[serde(with = "dtype_name")]
         found: DType,
-    },
-    /// The tensor does not have this dimension.
-    Dimension {
-        /// The dimension as the program passed it; negative ones count from the end.
-        dim: isize,
-        /// Number of dimensions of the tensor.
-        ndim: usize,
-    },
-    /// An index is out of range.
-    Index {
-        /// The first such index.
-        index: i64,
-        /// Size of the dimension.
-        size: usize,
     },
     /// A tensor needs more memory than the machine or container has.
     OutOfMemory {
-        /// Bytes that it needs on one rank.
+        /// Bytes that it needs.
         bytes: u64,
         /// Bytes that are available.
         limit: u64,
     },
-    /// An operator cannot combine its tensors for a reason other than one shape or type: they are on different meshes, or
-    /// there are too few of them.
+    /// A kernel cannot combine its tensors for a reason other than one shape or type.
     Operands,
-    /// A mesh, its axes, links or groups are invalid.
-    Mesh,
-    /// The group or mesh does not have this rank.
-    Rank {
-        /// The rank as the program passed it.
-        rank: usize,
-        /// Number of ranks of the group or mesh.
-        size: usize,
-    },
-    /// Placements do not fit the tensor or the mesh, or a tensor has another layout than the one that is needed.
-    Layout,
-    /// There is no such gradient, or its graph has been freed.
-    Gradient,
-    /// Ranks passed different values for an argument that must be the same on all of them.
-    Disagreement,
-    /// Values were requested where there are none: in a dry run, or on a rank outside the mesh.
-    NoData,
-    /// A sharding plan or the settings of a planner are invalid.
-    Plan,
-    /// A module, its parameters or the configuration of a model are invalid.
-    Model,
-    /// An optimizer, its settings or its parameters are invalid.
-    Optimizer,
-    /// A dataset or its samples are invalid.
-    Data,
-    /// A state does not fit the module or optimizer that it is loaded into.
-    State {
-        /// Names that are needed and not in the state; PyTorch's `missing_keys`.
-        missing: Vec<String>,
-        /// Names in the state that are not needed; PyTorch's `unexpected_keys`.
-        unexpected: Vec<String>,
-    },
-    /// A file or directory cannot be read, written or replaced.
-    Path {
-        /// The file or directory.
-        path: PathBuf,
-    },
-    /// A checkpoint is corrupt, incomplete or not of the format that its name suggests.
-    Damaged,
-    /// This library, or this build of it, does not support the request.
+    /// The kernels, or this build of them, do not support the request.
     Unsupported,
-    /// A world cannot be launched: number of ranks, threads, environment variables.
-    Launch,
 }
 
 impl ErrorKind {
     /// Builds an error of this kind: which value is invalid, what was found, what was needed, how to fix it.
     ///
     /// ```
-    /// use shardwise_kernels::{Error, ErrorKind};
+    /// use shardwise_kernels::ErrorKind;
     ///
-    /// let error: Error = ErrorKind::shape(&[2, 3]).error("image", "shape [2, 3]", "3 dimensions", "add the channels");
+    /// let error = ErrorKind::shape(&[2, 3]).error("image", "shape [2, 3]", "3 dimensions", "add the channels");
     /// assert_eq!(error.to_string(), "invalid image: found shape [2, 3], needed 3 dimensions; add the channels");
     /// ```
-    pub fn error<E: From<Invalid>>(
+    pub fn error(
         self,
         what: &'static str,
         found: impl fmt::Display,
         needed: impl fmt::Display,
         fix: impl fmt::Display,
-    ) -> E {
+    ) -> Error {
         let [found, needed, fix] = [found.to_string(), needed.to_string(), fix.to_string()];
-        Invalid { kind: self, what, found, needed, fix }.into()
+        Error::Invalid(Box::new(Invalid { kind: self, what, found, needed, fix }))
     }
 
     /// Builds an [`ErrorKind::UnknownName`].
@@ -150,16 +88,6 @@ impl ErrorKind {
     pub fn dtype(found: DType) -> Self {
         ErrorKind::DType { found }
     }
-
-    /// Builds an [`ErrorKind::Path`].
-    pub fn path(path: impl Into<PathBuf>) -> Self {
-        ErrorKind::Path { path: path.into() }
-    }
-
-    /// Builds an [`ErrorKind::State`] for a state whose names fit, but not its values.
-    pub fn state() -> Self {
-        ErrorKind::State { missing: Vec::new(), unexpected: Vec::new() }
-    }
 }
 
 /// An invalid argument: which one, what was found, what was needed, how to fix it.
@@ -169,9 +97,9 @@ impl ErrorKind {
 pub struct Invalid {
     /// The kind, for programs that match on it.
     pub kind: ErrorKind,
-    /// Which argument it is, such as `mesh` or `shard dimension`.
+    /// Which argument it is, such as `operands` or `quantized blocks`.
     pub what: &'static str,
-    /// What was found, with ranks, names and shapes as the user wrote them.
+    /// What was found.
     pub found: String,
     /// What would have been valid.
     pub needed: String,
@@ -185,28 +113,8 @@ impl fmt::Display for Invalid {
     }
 }
 
-impl From<Invalid> for Error {
-    fn from(invalid: Invalid) -> Self {
-        Error::Invalid(Box::new(invalid))
-    }
-}
-
 impl From<candle_core::Error> for Error {
     fn from(e: candle_core::Error) -> Self {
         Error::Candle(Arc::new(e))
-    }
-}
-
-/// Serde form of `DType`, which candle does not provide: its name.
-mod dtype_name {
-    use candle_core::DType;
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
-
-    pub(super) fn serialize<S: Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(dtype.as_str())
-    }
-
-    pub(super) fn deserialize<'d, D: Deserializer<'d>>(from: D) -> Result<DType, D::Error> {
-        String::deserialize(from)?.parse().map_err(|_| D::Error::custom("not an element type"))
     }
 }

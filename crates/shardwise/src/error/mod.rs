@@ -1,11 +1,15 @@
 //! The error type of the crate. Every message says what was found, what was needed and what to do about it.
 
-use serde::{Deserialize, Serialize};
-pub use shardwise_kernels::{ErrorKind, Invalid};
+mod kind;
+
+pub use kind::{ErrorKind, Invalid};
+
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
 
 /// A result whose error is [`Error`] unless another type is named.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -325,7 +329,7 @@ impl From<Invalid> for Error {
 impl From<shardwise_kernels::Error> for Error {
     fn from(e: shardwise_kernels::Error) -> Self {
         match e {
-            shardwise_kernels::Error::Invalid(invalid) => Error::Invalid(invalid),
+            shardwise_kernels::Error::Invalid(invalid) => Invalid::from(*invalid).into(),
             shardwise_kernels::Error::Candle(e) => Error::Candle(e),
             other => Error::other(other),
         }
@@ -410,7 +414,7 @@ mod tests {
             }),
         };
         let text = e.to_string();
-        for part in ["rank 1", "rank 3", "barrier", "error.rs", "boom"] {
+        for part in ["rank 1", "rank 3", "barrier", "error/mod.rs", "boom"] {
             assert!(text.contains(part), "{part} missing in {text}");
         }
     }
