@@ -4,6 +4,7 @@ mod accumulate;
 mod activation;
 mod affine;
 mod arrange;
+mod assign;
 mod attention;
 mod band;
 mod binary;

@@ -197,7 +197,6 @@ impl Backward for FromLocalBackward {
         // Each of the n terms of a mean contributes 1/n.
         let mean = |(p, &n): (&Placement, &usize)| if *p == Placement::Partial(ReduceOp::Avg) { n } else { 1 };
         let share: usize = self.placements.iter().zip(gradient.device_mesh().shape()).map(mean).product();
-        let gradient = if share > 1 { gradient.div_scalar(share as f64)? } else { gradient };
         if gradient.local().dims() != self.local.dims() {
             let found = format!("grad_placements that give this rank {:?}", gradient.local().dims());
             let needed = format!("{:?}, the shape of the local tensor", self.local.dims());
@@ -210,7 +209,12 @@ impl Backward for FromLocalBackward {
         }
         self.exits.iter().for_each(|exit| *exit.gradient.lock() = None);
         // The gradients arrive in the exits; the returned store has nothing else that is needed.
-        (&self.local * gradient.local())?.sum_all()?.backward()?;
+        let mut of_local = gradient.local().clone();
+        if share > 1 {
+            let share = Tensor::new(share as f64, of_local.device())?.to_dtype(of_local.dtype())?;
+            of_local = of_local.broadcast_div(&share)?;
+        }
+        (&self.local * of_local)?.sum_all()?.backward()?;
         let input_gradient = |(i, exit): (usize, &Arc<LocalExit>)| -> Result<Option<DTensor>> {
             if !saved.needs_input_grad(i) {
                 return Ok(None);

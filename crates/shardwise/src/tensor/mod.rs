@@ -1,6 +1,5 @@
 //! [`DTensor`]: a distributed tensor, that is a layout on a mesh and the local part of this rank.
 
-mod assign;
 mod compare;
 mod construct;
 pub mod current_mesh;

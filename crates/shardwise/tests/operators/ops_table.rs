@@ -11,6 +11,10 @@ const OUTSIDE: &[(&str, &str)] = &[
     ("sum_all", "sum over no named dimensions, which the entry of sum calls"),
     ("mean_all", "mean over no named dimensions, which the entry of mean calls"),
     ("where_", "where_cond with its operands in another order"),
+    ("assign", "writes to a variable; tests/communication/dtensor.rs compares it in every layout"),
+    ("fill_range", "writes to a variable; tests/communication/dtensor.rs compares it in every layout"),
+    ("fill", "writes to a variable; tests/communication/dtensor.rs compares it in every layout"),
+    ("copy_from", "writes to a variable; tests/communication/dtensor.rs compares it in every layout"),
     ("attention_with_logsumexp", "scaled_dot_product_attention with a second result; the entry of that calls it"),
     (
         "quantized_linear",

@@ -99,7 +99,7 @@ impl Crate {
 }
 
 /// The text without comments, strings and unit tests.
-fn code_of(text: &str) -> String {
+pub(crate) fn code_of(text: &str) -> String {
     let text = text.split("#[cfg(test)]\nmod tests").next().unwrap();
     let mut code = String::with_capacity(text.len());
     let mut in_string = false;

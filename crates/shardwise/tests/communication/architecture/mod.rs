@@ -2,6 +2,7 @@
 //! between files.
 
 mod imports;
+mod knowledge;
 mod modules;
 mod placements;
 mod prose;

@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::panic::Location;
 
-use super::{Backward, DTensor, Number, SaveForBackward, SavedTensors, is_recording};
 use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::placement::{Placement, is_linear};
 use crate::redistribute::BoxExchange;
+use crate::tensor::{Backward, DTensor, Number, SaveForBackward, SavedTensors, is_recording};
 use shardwise_kernels::{Assembly, filled, placeholder};
 
 const ZERO: Number = Number::Integer(0);
