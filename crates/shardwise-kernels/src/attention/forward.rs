@@ -49,7 +49,7 @@ pub fn attention_part(operands: [&Tensor; 3], dtype: DType, args: &AttentionArgs
     attend(operands, dtype, args, Statistics::MaximumAndSum)
 }
 
-/// What is returned beside the output.
+/// What is returned in addition to the output.
 #[derive(Clone, Copy, PartialEq)]
 enum Statistics {
     Logarithm,

@@ -18,7 +18,7 @@ fn draw(rng: &mut StdRng) -> Case {
     let axis = |rng: &mut StdRng| {
         let (kernel, stride, dilation) = (rng.random_range(1..4), rng.random_range(1..4), rng.random_range(1..4));
         let (padding, output) = (rng.random_range(0..3usize), rng.random_range(1..if spatial == 1 { 90 } else { 9 }));
-        // Windows that begin at `base`; a few elements behind the last window are read by none.
+        // Windows that begin at `base`; a few elements after the last window are read by none.
         let reach = (output - 1) * stride + (kernel - 1) * dilation + 1;
         let input = (reach + rng.random_range(0..3usize)).saturating_sub(2 * padding).max(1);
         WindowAxis { kernel, stride, dilation, base: -(padding as isize), input, output }

@@ -252,7 +252,7 @@ struct TileAt {
 /// The contract of [`BlockProduct`] and [`Lanes`], for a tile of the block.
 #[inline(always)]
 unsafe fn tile<V: Lanes, const M: usize, const N: usize>(block: &BlockProduct<'_, V::Item>, at: TileAt) {
-    // SAFETY: `M` weights per channel and tap; `N` vectors behind each tap, inside of what may be read. What a tile has beyond
+    // SAFETY: `M` weights per channel and tap; `N` vectors after each tap, inside of what may be read. What a tile has beyond
     // the pixels and channels of the block is not written.
     unsafe {
         let zero = V::splat(V::Item::ZERO);

@@ -105,7 +105,7 @@ fn exchange_symmetric<T: MatrixElement>(a: &mut [T], n: usize, at: usize, other:
 /// Eliminates the block of rows `k` and `k + 1`.
 fn eliminate_two<T: MatrixElement>(a: &mut [T], n: usize, k: usize) {
     let (p, q, r) = (a[k * n + k], a[(k + 1) * n + k], a[(k + 1) * n + k + 1]);
-    // Divided by the element beside the diagonal, the largest one: nothing overflows.
+    // Divided by the element next to the diagonal, the largest one: nothing overflows.
     let (p1, r1) = (p / q, r / q);
     let scale = T::ONE / ((p1 * r1 - T::ONE) * q);
     for j in k + 2..n {

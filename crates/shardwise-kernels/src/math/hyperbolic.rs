@@ -59,7 +59,7 @@ pub fn tanh<const FMA: bool>(x: f32) -> f32 {
 pub fn asinh<const FMA: bool>(x: f32) -> f32 {
     let size = f64::from(x.abs());
     let square = size * size;
-    // The sum has an error of 1e-16 or less, which is small beside the logarithm above 1e-3.
+    // The sum has an error of 1e-16 or less, which is small compared with the logarithm above 1e-3.
     let far = wide::log::<FMA>(size + (square + 1.0).sqrt());
     let near = size - size * square * (1.0 / 6.0);
     let value = (if size < 1e-3 { near } else { far }) as f32;

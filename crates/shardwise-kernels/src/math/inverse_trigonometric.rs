@@ -58,7 +58,7 @@ pub fn atan<const FMA: bool>(x: f32) -> f32 {
 /// The angle of the point `(x, y)`, from -pi to pi. Computed in f64, because quotient and sums would each round.
 #[inline(always)]
 pub fn atan2<const FMA: bool>(y: f32, x: f32) -> f32 {
-    // An infinity counts as a number that is large enough beside every f32, so that two of them have the quotient 1.
+    // An infinity counts as a number that is large enough compared with every f32, so that two of them have the quotient 1.
     let finite = |x: f32| if x.abs() == f32::INFINITY { 1e200 } else { f64::from(x.abs()) };
     let (a, b) = (finite(y), finite(x));
     let steep = a > b;

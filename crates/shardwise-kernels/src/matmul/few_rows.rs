@@ -20,7 +20,7 @@ const PARTS: usize = 32;
 const MAX_REGISTERS: usize = PARTS / 4;
 
 /// A right factor of at least so many bytes is read column by column, that is, in the order of the memory: several columns at once
-/// are several streams, which reach less of the bandwidth than one (14 beside 23 GB/s measured, rows of 576 f32, one thread). A smaller one is in a
+/// are several streams, which reach less of the bandwidth than one (14 compared with 23 GB/s measured, rows of 576 f32, one thread). A smaller one is in a
 /// cache, where several columns at once share the elements of the left factor.
 const SEQUENTIAL: usize = 256 << 10;
 

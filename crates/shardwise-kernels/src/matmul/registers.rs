@@ -23,7 +23,7 @@ pub(super) trait Register: Copy {
     /// inner loop waits for memory instead of the multiplier.
     const VECTORS: usize;
 
-    /// Sums that fit the registers beside their operands.
+    /// Sums that fit the registers together with their operands.
     const SUMS: usize = Self::ROWS * Self::VECTORS;
 
     /// Whether the instruction set includes AVX2 and F16C.

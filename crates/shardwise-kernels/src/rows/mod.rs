@@ -210,7 +210,7 @@ use in_type_of;
 /// The elements of a weight or bias, of which there must be one per element of a row.
 fn per_element<T: Compute>(parameter: &Tensor, width: usize) -> Result<Vec<T>> {
     if parameter.elem_count() != width {
-        let found = format!("shape {:?} beside rows of {width} elements", parameter.dims());
+        let found = format!("shape {:?} next to rows of {width} elements", parameter.dims());
         return Err(ErrorKind::shape(parameter.dims()).error(
             "operands",
             found,

@@ -88,15 +88,15 @@ impl MessageQueue {
 
     /// Reports a receive as in progress until what this returns is dropped.
     pub(super) fn wait(&self, from: usize, call: RankCall) -> impl Drop + '_ {
-        struct ClearOnDrop<'a>(&'a MessageQueue);
-        impl Drop for ClearOnDrop<'_> {
+        struct PendingReceiveGuard<'a>(&'a MessageQueue);
+        impl Drop for PendingReceiveGuard<'_> {
             fn drop(&mut self) {
                 self.0.receiving.lock().0 = None;
             }
         }
         let mut receiving = self.receiving.lock();
         *receiving = (Some(PendingReceive { from, call }), receiving.1 + 1);
-        ClearOnDrop(self)
+        PendingReceiveGuard(self)
     }
 
     /// The receive in progress.

@@ -3,8 +3,6 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use shardwise::ops::{composed_ops, ops};
-
 /// What the modules of one row of the table must not mention.
 struct Row {
     /// The modules, as the table names them.
@@ -231,9 +229,9 @@ fn is_whole(line: &str, at: usize, name: &str) -> bool {
     name.starts_with('.') || !line[..at].ends_with(is_part) && !after.starts_with(is_part)
 }
 
-/// The names of all operators: those of the tables, and methods of tensors that files of operators add.
+/// The names of all operators: methods of tensors that files of operators add, and the entries of their tables of functions.
 fn operators(src: &Path) -> BTreeSet<String> {
-    let mut names: BTreeSet<String> = ops().chain(composed_ops()).map(|op| op.name.to_owned()).collect();
+    let mut names = BTreeSet::new();
     for file in ["ops", "op", "autograd"].into_iter().flat_map(|module| super::files_of(src, module)) {
         let text = std::fs::read_to_string(&file).unwrap();
         for block in text.split("\nimpl DTensor {\n").skip(1) {
@@ -242,7 +240,15 @@ fn operators(src: &Path) -> BTreeSet<String> {
                 methods.filter_map(|line| line.strip_prefix("    pub fn ").or(line.strip_prefix("    pub(crate) fn ")));
             names.extend(methods.map(|method| super::first_word(method).to_owned()));
         }
+        for table in text.split("\nfunctions! {\n").skip(1) {
+            let lines = table.split("\n}").next().unwrap().lines();
+            let entries = lines.filter_map(|line| line.strip_prefix("    ")?.split_once(": "));
+            names.extend(
+                entries.map(|(name, _)| name).filter(|name| super::first_word(name) == *name).map(str::to_owned),
+            );
+        }
     }
+    assert!(names.len() > 300 && names.contains("exp") && names.contains("matmul"), "{names:?}");
     names
 }
 
