@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::parallel::{SharedPtr, over_ranges};
-use super::strided_copy::{CopyBlock, copy_block, copy_block_on_threads};
+use super::strided_copy::{CopyBlock, copy_block, copy_block_on_threads, copy_bytes};
 use super::uninit_buffer::UninitBuffer;
 use super::{check_stored, with_first_element};
 use crate::error::{ErrorKind, Result};
@@ -191,7 +191,7 @@ fn concat_rows(parts: &[Tensor], dim: usize, whole: &Assembly) -> bool {
                 // SAFETY: the row is inside its part, which is borrowed, and inside the result; no other range has it.
                 unsafe {
                     let from = source.get().cast_const().add(row * bytes);
-                    whole.range::<u8>(at).copy_from_nonoverlapping(from, *bytes);
+                    copy_bytes(from, whole.range(at), *bytes);
                 }
                 at += bytes;
             }
