@@ -7,6 +7,7 @@
 //! costs little because memory bandwidth is the bottleneck.
 
 mod accumulate;
+mod spans;
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -22,16 +23,13 @@ use super::{Number, contiguous, filled, first_element, integer_range, simd};
 use crate::error::Result;
 use crate::meta::TensorMeta;
 use accumulate::{All, Any, CountNonzero, Min, Product};
+use spans::{SPAN, Spans, TOGETHER};
 
 pub(super) use accumulate::{Accumulate, LANES, Max, Sum, accumulate_lanes, combine_lanes};
 
 /// Results that are reduced together when the innermost dimension is kept: their lanes of f64 take 16 KiB and stay in the
 /// first-level cache.
 const COLUMNS: usize = 128;
-
-/// Elements of one result that one thread reduces; a result of more is combined from the results of such spans, in order. A
-/// multiple of [`LANES`], and 20 us of work. Changing it changes the bits of results.
-const SPAN: usize = 1 << 16;
 
 /// Elements converted at a time.
 const CHUNK: usize = LANES * COLUMNS;
@@ -183,10 +181,21 @@ fn reduce_by<C: Compute, S: Accumulate<C>>(
         };
         if inner == 1 {
             over_ranges(outer * spans, SPAN, 1, |range| {
-                for item in range {
+                let mut item = range.start;
+                while item < range.end {
                     let from = item % spans * SPAN;
-                    let length = SPAN.min(reduced - from);
-                    write(item, &[reduce_piece::<C, S>(&source, item / spans * reduced + from, length)]);
+                    let first = item / spans * reduced + from;
+                    let whole = ((reduced - from) / SPAN).min(range.end - item);
+                    if let (true, true, Some(elements)) =
+                        (simd::has_wide_registers(), whole >= TOGETHER, source.in_place::<C>())
+                    {
+                        let elements = &elements[first..][..TOGETHER * SPAN];
+                        write(item, &simd::run(Spans::<C, S>::new(elements)));
+                        item += TOGETHER;
+                    } else {
+                        write(item, &[reduce_piece::<C, S>(&source, first, SPAN.min(reduced - from))]);
+                        item += 1;
+                    }
                 }
             });
         } else {
