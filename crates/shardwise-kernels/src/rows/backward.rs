@@ -1,12 +1,13 @@
 //! Backward kernels over rows.
 
+use std::array::from_fn;
 use std::mem::MaybeUninit;
 
 use candle_core::{DType, Tensor, WithDType};
 
 use super::{
-    CHAIN, NormKind, RowFloat, RowStats, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of,
-    sum, sums, write,
+    CHAIN, LANES, NormKind, RowFloat, RowStats, RowWriter, in_type_of, over_rows, per_element, rows_and_width,
+    scratch_of, sum, sums, write,
 };
 use crate::accumulate::{AddSlices, over_memory};
 use crate::error::Result;
@@ -245,30 +246,27 @@ impl<T: RowFloat> Kernel for NormBackward<'_, T> {
         let NormBackward { norm, x, weight, g, eps, sums, out } = self;
         let stats = norm.stats(x, eps);
         match weight {
-            Some(weight) => norm_gradient(norm, stats, [g, x, weight], out, |[g, x, w]| [g * w, stats.normalize(x)]),
-            None => norm_gradient(norm, stats, [g, x], out, |[g, x]| [g, stats.normalize(x)]),
-        }
-        let (dweight, dbias) = sums.split_at_mut(x.len());
-        for (((dweight, dbias), &g), &x) in dweight.iter_mut().zip(dbias).zip(g).zip(x) {
-            *dweight += g * stats.normalize(x);
-            *dbias += g;
+            Some(weight) => norm_gradient(norm, stats, [g, x, weight], sums, out, |[g, _, w]| g * w),
+            None => norm_gradient(norm, stats, [g, x], sums, out, |[g, _]| g),
         }
     }
 }
 
-/// Writes the gradient of a row. `terms` are the gradient of the normalised row and that row, of which each is cheaper to compute
-/// twice than to store.
+/// Writes the gradient of a row, and adds to the sums of the gradients of weight and bias. The rows are the gradient, the input, and
+/// what else `scaled` takes for the gradient of the normalised row. That and the normalised row are cheaper to compute twice than to
+/// store.
 #[inline(always)]
 fn norm_gradient<T: RowFloat, const N: usize>(
     norm: NormKind,
     stats: RowStats<T>,
     rows: [&[T]; N],
+    weight_sums: &mut [T],
     out: &mut [MaybeUninit<T>],
-    terms: impl Fn([T; N]) -> [T; 2],
+    scaled: impl Fn([T; N]) -> T,
 ) {
     let [along, total] = sums(rows, |row| {
-        let [g, x] = terms(row);
-        [g * x, g]
+        let g = scaled(row);
+        [g * stats.normalize(row[1]), g]
     });
     let count = rows[0].len() as f64;
     let along = T::narrow(along / count);
@@ -276,10 +274,33 @@ fn norm_gradient<T: RowFloat, const N: usize>(
         NormKind::Layer => T::narrow(total / count),
         NormKind::RootMeanSquare => T::narrow(0.0),
     };
-    write(out, rows, |row| {
-        let [g, x] = terms(row);
-        stats.rstd * (g - mean - x * along)
-    });
+    // The gradient of an element, and what it adds to those of weight and bias.
+    let at = |row: [T; N]| {
+        let x = stats.normalize(row[1]);
+        [stats.rstd * (scaled(row) - mean - x * along), row[0] * x, row[0]]
+    };
+    let (dweight, dbias) = weight_sums.split_at_mut(out.len());
+    let parts: [(&[[T; LANES]], &[T]); N] = rows.map(<[T]>::as_chunks);
+    let ((out, last_out), (dweight, last_dweight), (dbias, last_dbias)) =
+        (out.as_chunks_mut::<LANES>(), dweight.as_chunks_mut::<LANES>(), dbias.as_chunks_mut::<LANES>());
+    // Arrays, so that nothing has to be checked to be apart from anything else.
+    for c in 0..out.len() {
+        let rows: [[T; LANES]; N] = from_fn(|n| parts[n].0[c]);
+        let (mut results, mut weights, mut biases) = (out[c], dweight[c], dbias[c]);
+        for i in 0..LANES {
+            let [result, weight, bias] = at(from_fn(|n| rows[n][i]));
+            results[i].write(result);
+            weights[i] += weight;
+            biases[i] += bias;
+        }
+        (out[c], dweight[c], dbias[c]) = (results, weights, biases);
+    }
+    for i in 0..last_out.len() {
+        let [result, weight, bias] = at(from_fn(|n| parts[n].1[i]));
+        last_out[i].write(result);
+        last_dweight[i] += weight;
+        last_dbias[i] += bias;
+    }
 }
 
 /// Adds sums of a few rows to those of a block, and starts them anew.

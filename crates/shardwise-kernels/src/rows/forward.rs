@@ -100,7 +100,7 @@ fn log_sums<const K: usize>(
             unsafe {
                 target.write(i, &mut [MaybeUninit::<f64>::uninit()], |out| {
                     out[0].write(value);
-                })
+                });
             };
         }
     };

@@ -94,12 +94,19 @@ fn sums<T: RowFloat, const N: usize, const K: usize>(rows: [&[T]; N], f: impl Fn
     let chains: [&[[T; CHAIN * LANES]]; N] = rows.map(|row| &row[..width].as_chunks().0[..width / (CHAIN * LANES)]);
     for c in 0..width / (CHAIN * LANES) {
         let chain: [&[T; CHAIN * LANES]; N] = from_fn(|n| &chains[n][c]);
+        // Converted in a loop of their own: in one loop, vectors of T would be as short as those of f64 have to be.
+        let mut short = [[T::narrow(0.0); LANES]; K];
         for i in 0..LANES {
             let term = |k: usize| f(from_fn(|n| chain[n][k * LANES + i]));
             let terms: [[T; K]; CHAIN] = [term(0), term(1), term(2), term(3), term(4), term(5), term(6), term(7)];
             for k in 0..K {
                 let pair = |c: usize| terms[c][k] + terms[c + 1][k];
-                lanes[k][i] += ((pair(0) + pair(2)) + (pair(4) + pair(6))).wide();
+                short[k][i] = (pair(0) + pair(2)) + (pair(4) + pair(6));
+            }
+        }
+        for k in 0..K {
+            for i in 0..LANES {
+                lanes[k][i] += short[k][i].wide();
             }
         }
     }
