@@ -177,7 +177,7 @@ where
         rows * columns * (PARTS / V::COUNT) <= V::SUMS
     }
 
-    /// The products of some columns with all rows: as many rows at once as there are registers for their sums. The following rows find
+    /// The products of some columns with all rows: as many rows at once as there are registers for their sums. The rows after these find
     /// the columns in the first cache.
     ///
     /// # Safety

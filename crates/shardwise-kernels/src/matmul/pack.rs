@@ -191,6 +191,10 @@ pub(super) unsafe fn wide_lanes<V: Register<Element = S::Wide>, S: MatmulElement
         if TypeId::of::<S>() == TypeId::of::<S::Wide>() {
             return V::load(from.cast());
         }
+        #[cfg(target_arch = "x86_64")]
+        if V::HAS_AVX2 && TypeId::of::<S::Wide>() == TypeId::of::<f32>() {
+            return V::from_eights(|i| S::eight_f32(from.add(8 * i)));
+        }
         let mut buffer = [S::Wide::default(); MAX_LANES];
         for (l, x) in buffer[..V::COUNT].iter_mut().enumerate() {
             *x = (*from.add(l)).wide();

@@ -34,6 +34,9 @@ pub(super) trait Register: Copy {
     unsafe fn load(from: *const Self::Element) -> Self;
     unsafe fn store(self, to: *mut Self::Element);
     unsafe fn add(self, other: Self) -> Self;
+    /// A register of f32 from its parts of eight elements, of which `part` returns one by number.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn from_eights(part: impl Fn(usize) -> core::arch::x86_64::__m256) -> Self;
     /// `self * factor + summand`, rounded once where the instruction set has fused multiply-add.
     unsafe fn mul_add(self, factor: Self, summand: Self) -> Self;
 }
@@ -50,7 +53,7 @@ mod x86 {
     use core::arch::x86_64::*;
 
     macro_rules! registers {
-        ($($Name:ident: $Register:ty, $T:ty, $count:expr, $rows:expr, $vectors:expr, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident;)*) => {$(
+        ($($Name:ident: $Register:ty, $T:ty, $count:expr, $rows:expr, $vectors:expr, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident, $eights:ident;)*) => {$(
             #[derive(Clone, Copy)]
             pub(in super::super) struct $Name($Register);
 
@@ -87,6 +90,11 @@ mod x86 {
                     $Name(unsafe { $add(self.0, other.0) })
                 }
                 #[inline(always)]
+                unsafe fn from_eights(part: impl Fn(usize) -> __m256) -> Self {
+                    // SAFETY: as above.
+                    $Name(unsafe { $eights(part) })
+                }
+                #[inline(always)]
                 unsafe fn mul_add(self, factor: Self, summand: Self) -> Self {
                     // SAFETY: as above.
                     $Name(unsafe { $fma(self.0, factor.0, summand.0) })
@@ -94,17 +102,39 @@ mod x86 {
             }
         )*};
     }
+    /// # Safety
+    /// None; a function like the next one.
+    #[inline(always)]
+    unsafe fn one_eight(part: impl Fn(usize) -> __m256) -> __m256 {
+        part(0)
+    }
+
+    /// # Safety
+    /// The processor has AVX-512 with DQ.
+    #[inline(always)]
+    unsafe fn two_eights(part: impl Fn(usize) -> __m256) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_insertf32x8::<1>(_mm512_castps256_ps512(part(0)), part(1)) }
+    }
+
+    /// # Safety
+    /// None; a function like those before.
+    #[inline(always)]
+    unsafe fn no_eights<R>(_: impl Fn(usize) -> __m256) -> R {
+        unreachable!("no other type is multiplied in f64")
+    }
+
     // 24 sums, 3 columns and a factor are 28 of the 32 registers of AVX-512; 12 sums, 2 columns and a factor 15 of the 16 of AVX2.
     registers! {
-        F32x16: __m512, f32, 16, 8, 3, _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps;
-        F64x8: __m512d, f64, 8, 8, 3, _mm512_setzero_pd, _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_fmadd_pd;
-        F32x8: __m256, f32, 8, 6, 2, _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_fmadd_ps;
-        F64x4: __m256d, f64, 4, 6, 2, _mm256_setzero_pd, _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_fmadd_pd;
+        F32x16: __m512, f32, 16, 8, 3, _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps, two_eights;
+        F64x8: __m512d, f64, 8, 8, 3, _mm512_setzero_pd, _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_fmadd_pd, no_eights;
+        F32x8: __m256, f32, 8, 6, 2, _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_fmadd_ps, one_eight;
+        F64x4: __m256d, f64, 4, 6, 2, _mm256_setzero_pd, _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_fmadd_pd, no_eights;
     }
 }
 
-/// Four elements without instructions of a particular set, and with a rounding between multiplication and addition: a fused
-/// one would be a library call on the baseline of x86-64.
+/// Four elements without instructions of a particular set. On x86-64 with a rounding between multiplication and addition: a fused
+/// one would be a library call on its baseline.
 #[derive(Clone, Copy)]
 pub(super) struct Plain<T>([T; 4]);
 
@@ -140,9 +170,18 @@ macro_rules! plain {
             unsafe fn add(self, other: Self) -> Self {
                 Plain(std::array::from_fn(|i| self.0[i] + other.0[i]))
             }
+            #[cfg(target_arch = "x86_64")]
+            #[inline(always)]
+            unsafe fn from_eights(_: impl Fn(usize) -> core::arch::x86_64::__m256) -> Self {
+                unreachable!("the baseline has no AVX2")
+            }
             #[inline(always)]
             unsafe fn mul_add(self, factor: Self, summand: Self) -> Self {
-                Plain(std::array::from_fn(|i| self.0[i] * factor.0[i] + summand.0[i]))
+                // NEON has fused multiply-add, as the other kernels assume.
+                Plain(std::array::from_fn(|i| match cfg!(target_arch = "aarch64") {
+                    true => self.0[i].mul_add(factor.0[i], summand.0[i]),
+                    false => self.0[i] * factor.0[i] + summand.0[i],
+                }))
             }
         }
     )*};
