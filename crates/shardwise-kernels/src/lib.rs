@@ -95,7 +95,7 @@ pub use optimizer_update::{Elementwise, StateElement, elementwise_update};
 pub use order::{
     BYTE_VALUES, SortOrder, byte_counts, count_before, count_rank, next_byte, nth_of_rank, rank_bytes, top_k,
 };
-pub use peak::{multiply_adds, multiply_adds_per_block};
+pub use peak::{move_bytes, multiply_adds, multiply_adds_per_block};
 pub use pointwise::{ComputeType, PerType, PointwiseFn, ViaF64, pointwise, pointwise_f32};
 pub use random::{RandomDraw, RandomNumbers, philox4x32_10, random_elements};
 pub use reduce_dims::{DimReduction, reduce_dims};

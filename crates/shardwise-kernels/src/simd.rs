@@ -102,6 +102,13 @@ pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
     unsafe { run_unchecked(InstructionSet::selected(), kernel) }
 }
 
+/// Runs a loop with the widest vectors that this processor has, whatever `SHARDWISE_SIMD` names.
+pub(crate) fn run_on_widest<K: Kernel>(kernel: K) -> K::Output {
+    let available = InstructionSet::available();
+    // SAFETY: an available set.
+    unsafe { run_unchecked(available[available.len() - 1].1, kernel) }
+}
+
 /// Runs a loop with one instruction set, so that a test can compare the results of all of them.
 ///
 /// # Panics
