@@ -2,6 +2,8 @@
 //!
 //! Results do not depend on the number of threads: the targets are divided, and the sources of one target are visited in order.
 
+use std::mem::MaybeUninit;
+
 use candle_core::{DType, Tensor, WithDType};
 
 use super::assembly::copy_to_change;
@@ -81,14 +83,28 @@ impl SumsFrom {
             return UninitBuffer::zeroed(dtype, count);
         }
         let (buffer, number) = (UninitBuffer::new(dtype, count)?, neutral_of_sums(dtype));
-        for i in 0..count {
-            // SAFETY: the buffer has `count` elements of the size of the number.
-            unsafe {
-                buffer.first().add(i * number.len()).copy_from_nonoverlapping(number.as_ptr(), number.len());
+        // SAFETY: the buffer has `count` elements of the size of the number, and is aligned for them.
+        unsafe {
+            match number[..] {
+                [a] => fill(buffer.first(), count, a),
+                [a, b] => fill(buffer.first(), count, u16::from_ne_bytes([a, b])),
+                [a, b, c, d] => fill(buffer.first(), count, u32::from_ne_bytes([a, b, c, d])),
+                _ => {
+                    fill(buffer.first(), count, u64::from_ne_bytes(number.try_into().expect("the largest has 8 bytes")))
+                }
             }
         }
         Ok(buffer)
     }
+}
+
+/// Writes a number `count` times, in vectors.
+///
+/// # Safety
+/// `first` is aligned for `count` numbers and can be written.
+unsafe fn fill<T: Copy>(first: *mut u8, count: usize, number: T) {
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts_mut(first.cast::<MaybeUninit<T>>(), count) }.fill(MaybeUninit::new(number));
 }
 
 /// How elements of a type are added up.
