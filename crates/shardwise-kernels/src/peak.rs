@@ -126,11 +126,17 @@ mod x86 {
         }
     }
 
-    /// Reads memory, except for a rest of less than 256 bytes.
+    /// Reads memory, except for a rest of less than 256 bytes; with `AHEAD`, what is a page further is requested early.
     #[target_feature(enable = "avx2")]
-    pub(super) fn read(memory: &[u8]) {
+    pub(super) fn read<const AHEAD: bool>(memory: &[u8]) {
         let mut bits = [_mm256_setzero_si256(); 8];
         for chunk in memory.as_chunks::<256>().0 {
+            if AHEAD {
+                for line in 0..4 {
+                    // A request for any address has no effect on values.
+                    _mm_prefetch::<_MM_HINT_T0>(chunk.as_ptr().wrapping_add(4096 + 64 * line).cast());
+                }
+            }
             for (i, bits) in bits.iter_mut().enumerate() {
                 // SAFETY: 32 bytes of the chunk.
                 *bits = _mm256_or_si256(*bits, unsafe { _mm256_loadu_si256(chunk.as_ptr().add(32 * i).cast()) });
@@ -143,11 +149,13 @@ mod x86 {
 /// Bytes that [`move_bytes`] reads and writes at a time, at most: what the processor can look ahead over.
 const BLOCK: usize = 4096;
 
-/// Reads and writes memory once, as fast as it can: what is both read and written is copied. `streaming` writes past the caches, which is
-/// faster for memory that they do not hold. Uses the widest instructions of the processor, whatever the kernels use.
-pub fn move_bytes(read: &[u8], write: &mut [u8], streaming: bool) {
+/// Reads and writes memory once, as fast as it can: what is both read and written is copied. `far` is faster for memory that the caches
+/// do not hold: it writes past them, and requests what it reads early. Uses the widest instructions of the processor, whatever the
+/// kernels use.
+pub fn move_bytes(read: &[u8], write: &mut [u8], far: bool) {
     let common = read.len().min(write.len());
-    let blocks = read.len().max(write.len()).div_ceil(BLOCK);
+    let longest = read.len().max(write.len());
+    let blocks = if write.is_empty() { longest.min(1) } else { longest.div_ceil(BLOCK) };
     if blocks == 0 {
         return;
     }
@@ -159,7 +167,7 @@ pub fn move_bytes(read: &[u8], write: &mut [u8], streaming: bool) {
     let (mut reads, mut fills) = (to_read.chunks(rest), to_fill.chunks_mut(rest));
     for _ in 0..blocks {
         let source = sources.next().zip(targets.next());
-        simd::run_on_widest(MoveBlock { source, read: reads.next(), fill: fills.next(), streaming });
+        simd::run_on_widest(MoveBlock { source, read: reads.next(), fill: fills.next(), far });
     }
     stream::finish();
 }
@@ -168,7 +176,7 @@ struct MoveBlock<'a> {
     source: Option<(&'a [u8], &'a mut [u8])>,
     read: Option<&'a [u8]>,
     fill: Option<&'a mut [u8]>,
-    streaming: bool,
+    far: bool,
 }
 
 /// Bytes that are moved in one step: several registers, which the compiler does not turn into a call of memcpy.
@@ -183,7 +191,7 @@ impl Kernel for MoveBlock<'_> {
             #[cfg(target_arch = "x86_64")]
             if FMA {
                 // SAFETY: sets with fused multiply-add include AVX2.
-                unsafe { x86::read(read) };
+                unsafe { if self.far { x86::read::<true>(read) } else { x86::read::<false>(read) } };
             }
             if !(FMA && cfg!(target_arch = "x86_64")) {
                 let mut bits = [0u8; STEP];
@@ -194,7 +202,7 @@ impl Kernel for MoveBlock<'_> {
             }
         }
         if let Some((from, to)) = self.source {
-            if self.streaming && stream::is_possible::<u8, FMA>(to.as_ptr()) {
+            if self.far && stream::is_possible::<u8, FMA>(to.as_ptr()) {
                 for (to, from) in to.as_chunks_mut::<STEP>().0.iter_mut().zip(from.as_chunks::<STEP>().0) {
                     // SAFETY: the chunk can be written; it is possible for the first address, and so in steps from there on.
                     unsafe { stream::store(*from, to.as_mut_ptr()) };
@@ -211,7 +219,7 @@ impl Kernel for MoveBlock<'_> {
             }
         }
         if let Some(fill) = self.fill {
-            if self.streaming && stream::is_possible::<u8, FMA>(fill.as_ptr()) {
+            if self.far && stream::is_possible::<u8, FMA>(fill.as_ptr()) {
                 for to in fill.as_chunks_mut::<STEP>().0 {
                     // SAFETY: as above.
                     unsafe { stream::store([1; STEP], to.as_mut_ptr()) };
@@ -272,10 +280,10 @@ mod tests {
         for (read, write) in
             [(0, 0), (100_000, 0), (0, 100_000), (70_000, 30_000), (30_000, 70_000), (5, 3), (8192, 8192)]
         {
-            for streaming in [false, true] {
+            for far in [false, true] {
                 let source: Vec<u8> = (0..read).map(|i| (i % 251) as u8 + 2).collect();
                 let mut target = vec![0; write];
-                move_bytes(&source, &mut target, streaming);
+                move_bytes(&source, &mut target, far);
                 let common = read.min(write) / STEP * STEP;
                 assert!(target[..common] == source[..common], "{read} and {write}");
             }

@@ -11,6 +11,8 @@ use shardwise_kernels::UninitBuffer;
 pub(super) enum Work {
     /// Millions of f32 elements that are read, and written.
     Memory { read: f64, written: f64 },
+    /// Millions of f32 elements that are read, and of others that are changed in place.
+    Update { read: f64, changed: f64 },
     /// Billions of multiplications with an addition.
     MultiplyAdds(f64),
 }
@@ -18,22 +20,16 @@ pub(super) enum Work {
 /// Measures the milliseconds that this work takes at least, on some threads: the best of several samples.
 pub(super) fn floor_ms(work: Work, threads: usize) -> Result<f64> {
     match work {
-        Work::Memory { read, written } => {
-            let bytes = |millions: f64| (millions * 4e6) as usize / threads;
-            let buffers = || Ok((filled(bytes(read))?, filled(bytes(written))?));
-            let buffers = (0..threads).map(|_| buffers()).collect::<Result<Vec<_>>>()?;
-            Ok(slowest(buffers, |(source, target)| {
-                // SAFETY: all bytes are filled, and nobody else uses them.
-                let (source, target) = unsafe {
-                    (
-                        std::slice::from_raw_parts(source.first().cast_const(), source.count()),
-                        std::slice::from_raw_parts_mut(target.first(), target.count()),
-                    )
-                };
-                let sample = |streaming| best(|| shardwise_kernels::move_bytes(black_box(source), target, streaming));
-                [false, true].map(sample).into_iter().fold(f64::INFINITY, f64::min)
-            }))
-        }
+        Work::Memory { read, written } => Ok(slowest(buffers(read, written, threads)?, |(mut source, mut target)| {
+            let (source, target) = (source.bytes(), target.bytes());
+            let sample = |far| best(|| shardwise_kernels::move_bytes(black_box(source), target, far));
+            [false, true].map(sample).into_iter().fold(f64::INFINITY, f64::min)
+        })),
+        Work::Update { read, changed } => Ok(slowest(buffers(read, changed, threads)?, |(mut source, mut target)| {
+            let (source, target) = (source.bytes(), target.bytes());
+            let sample = |far| best(|| update(black_box(source), target, far));
+            [false, true].map(sample).into_iter().fold(f64::INFINITY, f64::min)
+        })),
         Work::MultiplyAdds(billions) => {
             // About a tenth of a millisecond: short enough not to be interrupted.
             let blocks = 20;
@@ -44,12 +40,38 @@ pub(super) fn floor_ms(work: Work, threads: usize) -> Result<f64> {
     }
 }
 
+/// Memory of each thread to read and to write, of so many millions of f32 elements in all.
+fn buffers(read: f64, written: f64, threads: usize) -> Result<Vec<(Filled, Filled)>> {
+    let bytes = |millions: f64| (millions * 4e6) as usize / threads;
+    (0..threads).map(|_| Ok((Filled::new(bytes(read))?, Filled::new(bytes(written))?))).collect()
+}
+
 /// Memory like that of tensors, with huge pages where the system has them.
-fn filled(bytes: usize) -> Result<UninitBuffer> {
-    let buffer = UninitBuffer::new(DType::U8, bytes)?;
-    // SAFETY: the memory has as many bytes.
-    unsafe { buffer.first().write_bytes(1, bytes) };
-    Ok(buffer)
+struct Filled(UninitBuffer);
+
+impl Filled {
+    fn new(bytes: usize) -> Result<Self> {
+        let buffer = UninitBuffer::new(DType::U8, bytes)?;
+        // SAFETY: the memory has as many bytes.
+        unsafe { buffer.first().write_bytes(1, bytes) };
+        Ok(Filled(buffer))
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: all bytes are filled, and borrowed with the buffer.
+        unsafe { std::slice::from_raw_parts_mut(self.0.first(), self.0.count()) }
+    }
+}
+
+/// Reads some memory and changes other memory in place, in turn.
+fn update(source: &[u8], target: &mut [u8], far: bool) {
+    const BLOCK: usize = 4096;
+    let blocks = source.len().div_ceil(BLOCK).max(1);
+    let mut sources = source.chunks(BLOCK);
+    for target in target.chunks_mut(target.len().div_ceil(blocks).max(1)) {
+        target.iter_mut().for_each(|x| *x ^= 1);
+        shardwise_kernels::move_bytes(sources.next().unwrap_or_default(), &mut [], far);
+    }
 }
 
 /// Milliseconds of the best of several calls, the first of which warms up.
