@@ -11,7 +11,7 @@ use shardwise_kernels::UninitBuffer;
 pub(super) enum Work {
     /// Millions of f32 elements that are read, and written.
     Memory { read: f64, written: f64 },
-    /// Millions of f32 elements that are read, and of others that are changed in place.
+    /// Millions of f32 elements that are read, and further millions that are changed in place.
     Update { read: f64, changed: f64 },
     /// Billions of multiplications with an addition.
     MultiplyAdds(f64),
