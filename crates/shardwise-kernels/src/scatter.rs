@@ -90,7 +90,11 @@ impl SumsFrom {
                 [a, b] => fill(buffer.first(), count, u16::from_ne_bytes([a, b])),
                 [a, b, c, d] => fill(buffer.first(), count, u32::from_ne_bytes([a, b, c, d])),
                 _ => {
-                    fill(buffer.first(), count, u64::from_ne_bytes(number.try_into().expect("the largest has 8 bytes")))
+                    fill(
+                        buffer.first(),
+                        count,
+                        u64::from_ne_bytes(number.try_into().expect("the largest has 8 bytes")),
+                    );
                 }
             }
         }

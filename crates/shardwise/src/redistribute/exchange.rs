@@ -40,7 +40,9 @@ impl BoxExchange {
         };
         let outgoing = ranks.iter().map(|&rank| if rank == me { Vec::new() } else { sent(rank) });
         let outgoing: Vec<Vec<BoxTransfer>> = outgoing.collect();
-        let mut first: HashMap<Vec<(&[usize], &[usize])>, usize> = HashMap::new();
+        // Offsets and sizes of the blocks that a rank is sent.
+        type Blocks<'a> = Vec<(&'a [usize], &'a [usize])>;
+        let mut first: HashMap<Blocks<'_>, usize> = HashMap::new();
         let packed_for = outgoing.iter().enumerate().map(|(to, transfers)| {
             let blocks = transfers.iter().map(|t| (t.source.as_slice(), t.sizes.as_slice())).collect();
             *first.entry(blocks).or_insert(to)

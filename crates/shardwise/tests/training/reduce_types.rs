@@ -51,11 +51,9 @@ impl Net {
 
     fn backward(&self, batch: &[Placement], micro_batch: usize, options: BackwardOptions<'_>) -> Result<Gradients> {
         let mesh = self.up.weight.get().device_mesh().clone();
-        let make = |columns: usize, f: Box<dyn Fn(&[usize]) -> f64 + Send + Sync>| {
-            DTensor::from_fn(((ROWS, columns), DType::F32), &mesh, batch.to_vec(), f)
-        };
-        let x = make(SIZES[0], Box::new(input(micro_batch)))?;
-        let scale = make(SIZES[2], Box::new(cotangent))?;
+        let rows = |columns: usize| ((ROWS, columns), DType::F32);
+        let x = DTensor::from_fn(rows(SIZES[0]), &mesh, batch.to_vec(), input(micro_batch))?;
+        let scale = DTensor::from_fn(rows(SIZES[2]), &mesh, batch.to_vec(), cotangent)?;
         let y = self.down.forward(&self.up.forward(&x)?)?;
         y.to_dtype(DType::F32)?.mul(&scale)?.sum_all()?.backward_options(options)
     }

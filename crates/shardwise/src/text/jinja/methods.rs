@@ -292,9 +292,9 @@ fn change_case(text: &str, name: &str) -> String {
             let mut inside = false;
             for c in text.chars() {
                 if inside {
-                    result.extend(c.to_lowercase())
+                    result.extend(c.to_lowercase());
                 } else {
-                    result.extend(c.to_uppercase())
+                    result.extend(c.to_uppercase());
                 }
                 inside = c.is_alphabetic();
             }

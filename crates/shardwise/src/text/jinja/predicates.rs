@@ -59,11 +59,9 @@ impl Machine<'_> {
             "lower" | "upper" => {
                 let TemplateValue::Text(text) = value else { return Ok(false) };
                 self.charge_read(text.len())?;
-                let (wanted, other): (fn(char) -> bool, fn(char) -> bool) = match name {
-                    "lower" => (char::is_lowercase, char::is_uppercase),
-                    _ => (char::is_uppercase, char::is_lowercase),
-                };
-                text.chars().any(wanted) && !text.chars().any(other)
+                let has_lower = text.chars().any(char::is_lowercase);
+                let has_upper = text.chars().any(char::is_uppercase);
+                if name == "lower" { has_lower && !has_upper } else { has_upper && !has_lower }
             }
             "startingwith" | "endingwith" => {
                 let (TemplateValue::Text(text), part) = (value, given.text(0, "other")?) else { return Ok(false) };

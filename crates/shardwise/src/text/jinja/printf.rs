@@ -152,9 +152,9 @@ impl Machine<'_> {
             's' | 'r' | 'a' => {
                 let mut text = String::new();
                 if form.kind == 's' {
-                    self.write(&mut text, value)?
+                    self.write(&mut text, value)?;
                 } else {
-                    self.represent(&mut text, value)?
+                    self.represent(&mut text, value)?;
                 }
                 if let Some(precision) = form.precision {
                     let end = text.char_indices().nth(precision).map_or(text.len(), |(at, _)| at);
@@ -305,7 +305,7 @@ fn grouped(digits: &str, mark: Option<char>) -> String {
     let Some(mark) = mark else { return digits.to_string() };
     let mut result = String::new();
     for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at) % 3 == 0 {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
             result.push(mark);
         }
         result.push(digit);
