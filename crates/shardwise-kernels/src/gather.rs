@@ -26,8 +26,8 @@ pub fn index_select(x: &Tensor, dim: usize, indices: &[usize]) -> Result<Tensor>
 
 /// Selects the slices of `x` along `dim` by an integer tensor of any shape, whose dimensions replace that one.
 ///
-/// `held` says which indices are where in `x`; the slices of missing ones are neutral elements of a sum, see
-/// [`neutral_of_sums`]. Any supported type.
+/// `held` says which indices are where in `x`; the slices of missing ones are neutral elements of a sum, -0.0 in floating
+/// point. Any supported type.
 ///
 /// # Panics
 /// If `held` has more indices than the dimension.
@@ -150,8 +150,8 @@ unsafe fn copy_slices<B: Copy>(source: *const u8, to: *mut u8, positions: &[usiz
 
 /// Selects one element of `x` for every element of an integer tensor, as `torch.gather`.
 ///
-/// `held` says which indices are where along `dim` of `x`; the results of missing ones are neutral elements of a sum, see [`neutral_of_sums`]. The other coordinates are those
-/// of the element of `index`. Any supported type; divided over the threads of the pool.
+/// `held` says which indices are where along `dim` of `x`; the results of missing ones are neutral elements of a sum, -0.0 in
+/// floating point. The other coordinates are those of the element of `index`. Any supported type; divided over the threads of the pool.
 ///
 /// # Panics
 /// If a coordinate is outside of `x`.

@@ -21,7 +21,7 @@
 //! * [`train`]: the training loop for any model.
 //! * [`DryWorld`]: the program of one rank of a world of any size, with shapes but without data.
 //!
-//! Local tensors are [`candle_core::Tensor`]s on the CPU. The crate is re-exported as [`shardwise::candle_core`](candle_core):
+//! Local tensors are [`candle_core::Tensor`]s on the CPU. The crate is re-exported as `shardwise::candle_core`:
 //! a program uses it from there, and so has the version that Shardwise is built with.
 //!
 //! ```
