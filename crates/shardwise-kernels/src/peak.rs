@@ -117,9 +117,10 @@ mod x86 {
             let (factor, summand) = (_mm_set1_ps(black_box(1.0)), _mm_set1_ps(black_box(1.0)));
             let (mut products, mut sums) = ([factor; 6], [summand; 6]);
             for _ in 0..steps {
-                for (product, sum) in products.iter_mut().zip(&mut sums) {
-                    *product = _mm_mul_ps(*product, factor);
-                    *sum = _mm_add_ps(*sum, summand);
+                // By constant indices: iterators keep the registers in memory where debug assertions are on.
+                for i in 0..6 {
+                    products[i] = _mm_mul_ps(products[i], factor);
+                    sums[i] = _mm_add_ps(sums[i], summand);
                 }
             }
             black_box((products, sums));
