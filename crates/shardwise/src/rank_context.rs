@@ -50,7 +50,7 @@ pub(crate) fn in_scope<S, R>(
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
-    /// Outside of the other two: the forward pass, and everything that is not part of a training step.
+    /// The forward pass, and all calls outside of a training step.
     #[default]
     Forward,
     /// Inside a backward pass, or while gradients are brought into the layouts of their parameters.
