@@ -103,7 +103,7 @@ impl Recorded {
     /// Repeats the run with this plan and compares every step. Collective: every rank of the mesh calls it.
     pub fn follow(&self, mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<()> {
         let model = build(&self.model, plan, mesh, DType::F32)?;
-        import(&*model, &self.init)?;
+        import(&model, &self.init)?;
         let optimizer = &self.config["optimizer"];
         let number = |value: &Value| value.as_f64().expect("a number");
         let betas = (number(&optimizer["betas"][0]), number(&optimizer["betas"][1]));
@@ -125,7 +125,7 @@ impl Recorded {
             let loss = model.loss(&ids, &targets)?;
             let gradients = loss.backward()?;
             if step == 0 {
-                self.compare_gradients(&*model, &gradients)?;
+                self.compare_gradients(&model, &gradients)?;
             }
             let params: Vec<_> = model.named_parameters().into_iter().map(|(_, param)| param).collect();
             let (gradients, norm) = clip_grad_norm(gradients, &params, number(&self.config["grad_clip"]), 2.0)?;
@@ -137,7 +137,7 @@ impl Recorded {
             }
             optimizer.step(gradients)?;
         }
-        let found = export(&*model)?;
+        let found = export(&model)?;
         for (name, expected) in &self.last {
             let got = &found[name];
             // The gradient of key biases is zero up to rounding errors, which AdamW scales to full steps.

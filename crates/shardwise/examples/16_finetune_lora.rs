@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 
 use shardwise::data::{Batches, TokenSequences};
-use shardwise::models::{self, LanguageModel, export_hf, load_adapter, lora_targets, save_adapter};
+use shardwise::models::{self, export_hf, load_adapter, lora_targets, save_adapter};
 use shardwise::nn::{Lora, Module};
 use shardwise::optim::ParamGroup;
 use shardwise::plan::TensorParallel;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use shardwise::generate::{CachedPredictor, Generation, NextLogits, UncachedPredictor};
-use shardwise::models::{LoadOptions, ModelConfig, PretrainedModel, build, load_planned};
+use shardwise::generate::{CachedPredictor, Generation};
+use shardwise::models::{LoadOptions, PretrainedModel, build, load_planned};
 use shardwise::prelude::*;
 
 use super::chat;
@@ -34,27 +34,16 @@ pub(super) fn on_rank(world: &World, job: &GenerateJob) -> Result<()> {
             }
             answer(world, job, &model, start.elapsed().as_secs_f64())
         }
-        SourceKind::Trained { config: ModelConfig::Pretrained { config, .. }, lora, checkpoint } => {
+        SourceKind::Trained { config, lora, checkpoint } => {
             let model = build(config, &job.plan, &mesh, job.source.dtype)?;
             lora.as_ref().map_or(Ok(()), |lora| lora.apply(&model))?;
             load_model(world, checkpoint, &model)?;
             answer(world, job, &model, start.elapsed().as_secs_f64())
         }
-        SourceKind::Trained { config, lora, checkpoint } => {
-            let model = build(config, &job.plan, &mesh, job.source.dtype)?;
-            lora.as_ref().map_or(Ok(()), |lora| lora.apply(&*model))?;
-            load_model(world, checkpoint, &*model)?;
-            let seconds = start.elapsed().as_secs_f64();
-            let Request::Prompts(prompts) = &job.request else { return Ok(()) };
-            let predictor = || UncachedPredictor::new(&*model, config.vocab_size(), config.seq_len());
-            // One at a time: these models have no mask for padding.
-            let rows = prompts.chunks(1).enumerate();
-            rows.into_iter().try_for_each(|(i, row)| batch(world, job, row, i, seconds, predictor))
-        }
     }
 }
 
-/// Generates with a model that has a cache. Collective.
+/// Generates what was asked for. Collective.
 fn answer(world: &World, job: &GenerateJob, model: &PretrainedModel, load_s: f64) -> Result<()> {
     match &job.request {
         Request::Nothing => Ok(()),
@@ -62,7 +51,7 @@ fn answer(world: &World, job: &GenerateJob, model: &PretrainedModel, load_s: f64
         Request::Prompts(prompts) => prompts
             .chunks(job.batch_size)
             .enumerate()
-            .try_for_each(|(i, rows)| batch(world, job, rows, i, load_s, || CachedPredictor::new(model))),
+            .try_for_each(|(i, rows)| batch(world, job, rows, i, load_s, model)),
     }
 }
 
@@ -98,17 +87,19 @@ pub(crate) fn load_shown<M>(world: &World, load: impl FnOnce(&mut LoadOptions) -
 }
 
 /// Generates from prompts that are computed together, and prints the texts on the first rank. Collective.
-fn batch<'a, P: NextLogits + 'a>(
+fn batch(
     world: &World,
-    job: &'a GenerateJob,
+    job: &GenerateJob,
     prompts: &[EncodedPrompt],
     number: usize,
     load_s: f64,
-    predictor: impl FnOnce() -> Result<P>,
+    model: &PretrainedModel,
 ) -> Result<()> {
     let ids: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.ids.clone()).collect();
-    let started =
-        predictor().and_then(|predictor| Generation::new(predictor, &job.source.tokenizer, &ids, job.sampling.clone()));
+    let started = CachedPredictor::new(model).and_then(|predictor| {
+        let predictor = if job.source.has_short_context() { predictor.forgetful() } else { predictor };
+        Generation::new(predictor, &job.source.tokenizer, &ids, job.sampling.clone())
+    });
     let mut generation = world.all_ok(started)?;
     let first = world.rank() == 0;
     // Text of several rows at once would mix.

@@ -93,14 +93,21 @@ impl GenerationSource {
         matches!(self.kind, SourceKind::Trained { .. })
     }
 
+    /// Whether the model was trained from scratch: then its context is the length of the sequences it was trained on, and texts
+    /// may be longer.
+    pub(super) fn has_short_context(&self) -> bool {
+        matches!(&self.kind, SourceKind::Trained { config: ModelConfig::Gpt(_) | ModelConfig::Llama(_), .. })
+    }
+
     /// Checks that the model accepts a prompt, before it is loaded.
     pub(super) fn check(&self, ids: &[u32]) -> Result<()> {
-        let config = match &self.kind {
-            SourceKind::Pretrained { config, .. } => &**config,
-            SourceKind::Trained { config: ModelConfig::Pretrained { config, .. }, .. } => config,
-            SourceKind::Trained { .. } => return Ok(()),
+        let (context, vocabulary) = match &self.kind {
+            SourceKind::Pretrained { config, .. } => (config.max_positions(), config.vocab_size()),
+            SourceKind::Trained { config: ModelConfig::Pretrained { config, .. }, .. } => {
+                (config.max_positions(), config.vocab_size())
+            }
+            SourceKind::Trained { config, .. } => (usize::MAX, config.vocab_size()),
         };
-        let (context, vocabulary) = (config.max_positions(), config.vocab_size());
         let bad =
             |found: String, needed: String, fix: &str| Err(ErrorKind::Argument.error("prompt", found, needed, fix));
         if ids.len() > context {
@@ -119,7 +126,7 @@ impl GenerationSource {
     /// How tokens are sampled if no option says otherwise.
     pub(super) fn usual_sampling(&self) -> Result<Sampling> {
         match &self.kind {
-            SourceKind::Trained { .. } => Ok(Sampling::new(0.8).top_k(50)),
+            SourceKind::Trained { .. } => Ok(model_dir::usual_sampling()),
             SourceKind::Pretrained { path, .. } => {
                 let path = path.join("generation_config.json");
                 let Ok(text) = read_text(&path, MOST_CONFIG_BYTES) else { return Ok(Sampling::greedy()) };

@@ -1,6 +1,6 @@
 //! The model, the mesh and the plan that are planned, from the command line.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap::builder::PossibleValuesParser;
@@ -17,6 +17,7 @@ use shardwise::plan::{ShardingPlan, StepReport};
 use shardwise::prelude::*;
 use shardwise::report::{RunReport, dry_step};
 
+use crate::train::model_dir;
 use crate::train::settings::{ModelFamily, ModelSize, ParamDtype, PlanChoice, TrainSettings};
 
 /// The options that say what is planned.
@@ -184,7 +185,7 @@ impl PlannedStep {
                 return Err(ErrorKind::Argument.error("model", found, needed, "check the path"));
             }
             None => {
-                let config = PretrainedConfig::read(&self.model)?;
+                let config = PretrainedConfig::read(model_dir::model_of(PathBuf::from(&self.model)))?;
                 let seq_len = self.length.unwrap_or(config.max_positions().min(DEFAULT_LENGTH));
                 ModelConfig::Pretrained { config, seq_len }
             }

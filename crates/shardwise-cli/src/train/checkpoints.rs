@@ -4,7 +4,7 @@ use shardwise::error::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use shardwise::checkpoint::{self, AsyncSave, Series, State, Value};
-use shardwise::models::{LanguageModel, ModelConfig};
+use shardwise::models::{ModelConfig, PretrainedModel};
 use shardwise::prelude::*;
 use shardwise::text::TextFiles;
 
@@ -179,7 +179,7 @@ impl ResumePoint {
     /// Loads this checkpoint and no other; whether the run has other data. Changes nothing if it fails. Collective.
     fn load_this(&self, world: &World, run: &mut TrainingRun, job: &TrainJob) -> Result<bool> {
         let TrainingRun { trainer, mesh, batches, step } = run;
-        let (model, optimizer) = (&*trainer.model, &mut trainer.optimizer);
+        let (model, optimizer) = (&trainer.model, &mut trainer.optimizer);
         let order = batches.order();
         let other_data = (order.samples(), order.seed()) != (self.samples, Some(self.seed));
         match other_data {
@@ -206,13 +206,13 @@ fn checkpoints_in(path: &Path, series: &Series) -> Result<Vec<PathBuf>> {
 }
 
 /// Loads only the parameters and buffers of a model from a checkpoint. Collective.
-pub(crate) fn load_model(world: &World, path: &Path, model: &dyn LanguageModel) -> Result<()> {
+pub(crate) fn load_model(world: &World, path: &Path, model: &PretrainedModel) -> Result<()> {
     checkpoint::load_into(world, path, (model,)).map(drop)
 }
 
 /// The contents of a checkpoint.
 fn state_of(run: &TrainingRun, job: &TrainJob) -> Result<State> {
-    let mut state = State::of((&*run.trainer.model, &run.trainer.optimizer, &run.mesh, &run.batches))?;
+    let mut state = State::of((&run.trainer.model, &run.trainer.optimizer, &run.mesh, &run.batches))?;
     state.extend([
         ("step", State::from(run.step.cast_signed())),
         ("config", State::Value(Value::of(&job.config)?)),

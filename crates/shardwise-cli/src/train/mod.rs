@@ -165,6 +165,7 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
             settings.log = continued_log(log, resumed, settings.out());
         }
     }
+    settings.init = settings.init.map(model_dir::model_of);
     let tokens = settings.tokens(resumed.as_ref().and_then(ResumePoint::text_files).transpose()?)?;
     let job = settings.decide(&tokens, network, resumed.as_ref().map(|resumed| &resumed.config))?;
     resumed.iter().try_for_each(|resumed| resumed.check(&job))?;

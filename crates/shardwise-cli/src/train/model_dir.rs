@@ -4,6 +4,8 @@ use shardwise::error::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use serde_json::json;
+use shardwise::generate::Sampling;
 use shardwise::models::ModelConfig;
 use shardwise::read_file::{MOST_CONFIG_BYTES, read_text};
 use shardwise::text::{TextFiles, Tokenizer};
@@ -42,6 +44,34 @@ pub(super) fn write_info(directory: &Path, job: &TrainJob, files: &TextFiles) ->
     let info = ModelInfo { model: job.config.clone(), tokenizer, lora: job.lora.clone(), log };
     let text = serde_json::to_string_pretty(&info).map_err(Error::other)?;
     write(&directory.join(CONFIG), text + "\n")
+}
+
+/// The model of a run in Hugging Face's form, inside its output directory.
+pub(crate) fn export_of(directory: &Path) -> PathBuf {
+    directory.join("model")
+}
+
+/// The path of a model that may be given as the output directory of the run that trained it.
+pub(crate) fn model_of(path: PathBuf) -> PathBuf {
+    let export = export_of(&path);
+    if is_trained(&path) && export.join(CONFIG).is_file() { export } else { path }
+}
+
+/// What an export says about text: a model of bytes has a tokenizer that other libraries know, and a model that was trained from
+/// scratch is sampled as `generate` does.
+pub(super) fn text_files(job: &TrainJob, files: &TextFiles) -> TextFiles {
+    let files = if files.tokenizer.is_empty() { TextFiles::bytes() } else { files.clone() };
+    if job.init.is_some() || !files.generation_config.is_null() {
+        return files;
+    }
+    let Sampling { temperature, top_k, .. } = usual_sampling();
+    let generation_config = json!({ "do_sample": true, "temperature": temperature, "top_k": top_k });
+    TextFiles { generation_config, ..files }
+}
+
+/// How tokens of a model that was trained from scratch are sampled if nothing says otherwise.
+pub(crate) fn usual_sampling() -> Sampling {
+    Sampling::new(0.8).top_k(50)
 }
 
 /// The path of a log as the configuration in a directory stores it: it stays right if the directory is moved with it.

@@ -10,11 +10,10 @@ use candle_core::{Device, Tensor};
 use serde::Serialize;
 use shardwise::comm::{CommReport, Profile};
 use shardwise::data::Batches;
-use shardwise::generate::{Generation, Sampling, UncachedPredictor};
-use shardwise::models::{LanguageModel, export_hf_with, save_adapter};
+use shardwise::generate::{CachedPredictor, Generation};
+use shardwise::models::{export_hf_with, save_adapter};
 use shardwise::prelude::*;
 use shardwise::report::{RunReport, page};
-use shardwise::text::TextFiles;
 use shardwise::train::TrainingStep;
 
 use super::checkpoints::{self, ResumePoint, ResumedFrom, Saver, is_same};
@@ -318,8 +317,7 @@ impl<'a> RankRun<'a> {
     fn write_page(&self, profile: &Profile) -> Result<()> {
         let (job, mesh) = (self.job(), &self.training.mesh);
         let title = format!("{} on {}, {}, step {}", job.config.name(), job.mesh, job.plan_name, self.training.step);
-        let model: &dyn LanguageModel = &*self.training.trainer.model;
-        let report = RunReport::new(&title, mesh, model, profile)?.gather(self.world)?;
+        let report = RunReport::new(&title, mesh, &self.training.trainer.model, profile)?.gather(self.world)?;
         self.world
             .on_first_rank(|| {
                 let (Some(report), Some(path)) = (&report, &self.prepared.outputs.page) else { return Ok(()) };
@@ -391,9 +389,9 @@ impl<'a> RankRun<'a> {
     /// The prompt and its continuation by the model.
     fn sample(&self) -> Result<String> {
         let (job, prompt) = (self.job(), &self.prepared.prompt);
-        let sampling = Sampling::new(0.8).top_k(50).tokens(job.sample_tokens).seed(job.seed);
-        let (model, tokenizer) = (&*self.training.trainer.model, &self.prepared.tokens.tokenizer);
-        let predictor = UncachedPredictor::new(model, job.config.vocab_size(), job.config.seq_len())?;
+        let sampling = model_dir::usual_sampling().tokens(job.sample_tokens).seed(job.seed);
+        let (model, tokenizer) = (&self.training.trainer.model, &self.prepared.tokens.tokenizer);
+        let predictor = CachedPredictor::new(model)?.forgetful();
         let continuation =
             Generation::new(predictor, tokenizer, std::slice::from_ref(prompt), sampling)?.collect_padded()?;
         tokenizer.decode_with_special(&[&prompt[..], &continuation[0]].concat())
@@ -411,13 +409,16 @@ impl<'a> RankRun<'a> {
         if let (Some(settings), Some(init), false) = (&job.lora, &job.init, self.is_over) {
             save_adapter(self.world, job.adapter(), model, &settings.lora, &init.to_string_lossy())?;
         }
+        let files = model_dir::text_files(job, &tokens.files);
+        // With adapters the weights are those of `--init`.
+        if job.lora.is_none() && !self.is_over {
+            export_hf_with(self.world, model_dir::export_of(&job.out), model, &job.config, &files)?;
+        }
         if let Some(path) = &self.prepared.export_hf {
             if let Some(settings) = &job.lora {
                 settings.lora.merge(model)?;
             }
-            // A model of bytes has a tokenizer that other libraries know.
-            let bytes = tokens.files.tokenizer.is_empty().then(TextFiles::bytes);
-            export_hf_with(self.world, path, model, &job.config, bytes.as_ref().unwrap_or(&tokens.files))?;
+            export_hf_with(self.world, path, model, &job.config, &files)?;
         }
         let summary = self.summary(held_out_loss, sample);
         self.write(&|progress| {

@@ -323,8 +323,7 @@ impl TrainSettings {
         };
         let packed = self.packing.unwrap_or(true);
         let mut text = TokenizedText::read(self.data.as_deref(), files, packed)?;
-        // The small models of the command have no borders between documents.
-        text.has_positions = packed && self.init.is_some();
+        text.has_positions = packed;
         Ok(text)
     }
 

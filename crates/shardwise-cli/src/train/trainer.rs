@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use shardwise::data::Batches;
-use shardwise::models::{LanguageModel, LoadOptions, ModelConfig, build, load_planned};
+use shardwise::models::{LoadOptions, ModelConfig, PretrainedModel, build, load_planned};
 use shardwise::optim::{ParamGroup, Schedule, ShardedOptimizer};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
@@ -11,7 +11,7 @@ use shardwise::prelude::*;
 use super::data::TextSequences;
 use super::lora::LoraSettings;
 
-pub(crate) type Trainer = shardwise::train::Trainer<Box<dyn LanguageModel>>;
+pub(crate) type Trainer = shardwise::train::Trainer<PretrainedModel>;
 
 /// The state of a run that its checkpoints store.
 pub(super) struct TrainingRun {
@@ -44,14 +44,14 @@ impl TrainerConfig<'_> {
     /// Builds the model and its optimizer on a mesh. Collective.
     pub(crate) fn build(&self, mesh: &DeviceMesh) -> Result<Trainer> {
         mesh.manual_seed(self.seed);
-        let model: Box<dyn LanguageModel> = match self.init {
+        let model = match self.init {
             Some(path) => {
                 let options = LoadOptions { dtype: self.dtype, ..LoadOptions::default() };
-                Box::new(load_planned(path, mesh, self.plan, &options)?.0)
+                load_planned(path, mesh, self.plan, &options)?.0
             }
             None => build(self.config, self.plan, mesh, self.dtype)?,
         };
-        self.lora.map_or(Ok(()), |lora| lora.apply(&*model))?;
+        self.lora.map_or(Ok(()), |lora| lora.apply(&model))?;
         let [group, rest] = self.groups;
         let fits = |(_, param): &(String, Param)| group.algorithm.check_shape(&param.shape()).is_ok();
         let (fitting, remaining): (Vec<_>, Vec<_>) = model.trainable_parameters().into_iter().partition(fits);

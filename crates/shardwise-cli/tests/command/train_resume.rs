@@ -290,3 +290,37 @@ fn an_export_has_the_names_shapes_and_values_that_hugging_face_expects() {
         assert_eq!(read(&format!("{hf}/model.safetensors")).len(), 17);
     }
 }
+
+/// A model that was trained from scratch is one of the shared decoder: it generates with a cache from prompts of different
+/// lengths at once, its directory is a model for `generate`, `--init` and `plan`, and what begins from it goes on from its loss.
+#[test]
+fn the_output_directory_of_a_run_is_a_model() {
+    let place = Place::new("is-a-model");
+    for model in ["gpt", "llama"] {
+        let out = place.at(model);
+        let (summary, _) = run(&place, model, &[&TINY, &["--model", model, "--steps", "3"][..]].concat());
+        let export = format!("{out}/model");
+        let greedy = ["--temperature", "0", "--max-tokens", "40", "--json"];
+        let text = |from: &str, prompt: &str| {
+            let options = [&["generate", from, "--prompt", prompt], &greedy[..]].concat();
+            json(&succeeds(&options))["text"].as_str().unwrap().to_string()
+        };
+        // longer than the sequences of the run, which the model forgets as it goes on
+        let alone: Vec<String> = ["Alice was", "The", "Down the"].iter().map(|prompt| text(&out, prompt)).collect();
+        let prompts = place.at("prompts.txt");
+        std::fs::write(&prompts, "Alice was\nThe\nDown the\n").unwrap();
+        let short = ["--temperature", "0", "--max-tokens", "5", "--json"];
+        let batch = succeeds(&[&["generate", &out, "--batch", &prompts], &short[..]].concat());
+        for (line, alone) in batch.lines().zip(&alone) {
+            let found = json(line)["text"].as_str().unwrap().to_string();
+            assert!(!found.is_empty() && alone.starts_with(&found), "{model}: {found:?} in a batch, {alone:?} alone");
+        }
+        let first = json(&succeeds(&[&["generate", &export, "--prompt", "The"], &short[..]].concat()))["text"].clone();
+        assert!(alone[1].starts_with(first.as_str().unwrap()), "{model}: {first} of the export, {:?}", alone[1]);
+        // fine-tuning begins where the run ended
+        let (tuned, _) = run(&place, &format!("{model}-tuned"), &["--init", &out, "--steps", "1", "--lr", "0", "--seq-len", "8"]);
+        let (before, after) = (summary["held_out_loss"].as_f64().unwrap(), tuned["held_out_loss"].as_f64().unwrap());
+        assert!((before - after).abs() < 0.05 * before, "{model}: {before} before, {after} after");
+        assert!(succeeds(&["plan", &out, "--mesh", "tp=2"]).contains(model.trim_end_matches("gpt")));
+    }
+}

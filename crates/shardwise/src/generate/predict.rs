@@ -60,6 +60,10 @@ pub struct CachedPredictor<'a> {
     model: &'a PretrainedModel,
     mesh: DeviceMesh,
     cache: KvCache,
+    /// All tokens of the rows, with padding, if rows may outgrow the context.
+    seen: Option<Vec<Vec<u32>>>,
+    /// Padding tokens in front of every row.
+    padding: Vec<usize>,
     _evaluation: EvaluationScope,
 }
 
@@ -73,8 +77,36 @@ impl<'a> CachedPredictor<'a> {
             model,
             mesh: mesh_of(model)?,
             cache: KvCache::new(),
+            seen: None,
+            padding: Vec::new(),
             _evaluation: EvaluationScope::new(model),
         })
+    }
+
+    /// Lets rows outgrow the context of the model: where it ends, the cache is computed anew from half a context of the latest
+    /// tokens, and what is before them is forgotten. Short contexts, as those of small trained models, need it to write a page.
+    #[must_use]
+    pub fn forgetful(mut self) -> Self {
+        self.seen = Some(Vec::new());
+        self
+    }
+
+    /// The tokens to compute next: the new ones, or half a context of the latest tokens for an empty cache.
+    fn upcoming(&mut self, new: &[Vec<u32>]) -> Vec<Vec<u32>> {
+        let Some(seen) = &mut self.seen else { return new.to_vec() };
+        seen.iter_mut().zip(new).for_each(|(seen, new)| seen.extend(new));
+        let context = self.model.config().max_positions();
+        if self.cache.len() + new.first().map_or(0, Vec::len) <= context {
+            return new.to_vec();
+        }
+        let kept = context.div_ceil(2);
+        for (seen, padding) in seen.iter_mut().zip(&mut self.padding) {
+            let forgotten = seen.len() - kept;
+            seen.drain(..forgotten);
+            *padding = padding.saturating_sub(forgotten);
+        }
+        self.cache = KvCache::with_left_padding(self.padding.clone());
+        seen.clone()
     }
 }
 
@@ -84,7 +116,10 @@ impl NextLogits for CachedPredictor<'_> {
     }
 
     fn context(&self) -> Option<usize> {
-        Some(self.model.config().max_positions())
+        match self.seen {
+            Some(_) => None,
+            None => Some(self.model.config().max_positions()),
+        }
     }
 
     fn vocab_size(&self) -> usize {
@@ -93,11 +128,15 @@ impl NextLogits for CachedPredictor<'_> {
 
     fn start(&mut self, padding: &[usize]) -> Result<()> {
         self.cache = KvCache::with_left_padding(padding.to_vec());
+        self.padding = padding.to_vec();
+        if let Some(seen) = &mut self.seen {
+            *seen = vec![Vec::new(); padding.len()];
+        }
         Ok(())
     }
 
     fn next_logits(&mut self, new: &[Vec<u32>]) -> Result<DTensor> {
-        let ids = placed_ids(new, &self.mesh)?;
+        let ids = placed_ids(&self.upcoming(new), &self.mesh)?;
         no_grad(|| self.model.forward_cached(&ids, &mut self.cache))
     }
 }

@@ -5,10 +5,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::gpt::GptConfig;
-use super::language::{LanguageModel, example_batch};
+use super::language::example_batch;
 use super::llama::LlamaConfig;
 use super::model::ModelSpec;
-use super::pretrained::PretrainedConfig;
+use super::pretrained::{PretrainedConfig, PretrainedModel};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::nn::Builder;
@@ -79,7 +79,7 @@ impl ModelConfig {
 }
 
 impl ModelSpec for ModelConfig {
-    type Model = Box<dyn LanguageModel>;
+    type Model = PretrainedModel;
 
     fn check(&self) -> Result<()> {
         match self {
@@ -97,12 +97,12 @@ impl ModelSpec for ModelConfig {
         }
     }
 
-    fn build(&self, builder: &Builder) -> Result<Box<dyn LanguageModel>> {
-        Ok(match self {
-            ModelConfig::Gpt(config) => Box::new(config.build(builder)?),
-            ModelConfig::Llama(config) => Box::new(config.build(builder)?),
-            ModelConfig::Pretrained { config, .. } => Box::new(config.build(builder)?),
-        })
+    fn build(&self, builder: &Builder) -> Result<PretrainedModel> {
+        match self {
+            ModelConfig::Gpt(config) => config.build(builder),
+            ModelConfig::Llama(config) => config.build(builder),
+            ModelConfig::Pretrained { config, .. } => config.build(builder),
+        }
     }
 
     fn example_batch(&self, samples: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>> {

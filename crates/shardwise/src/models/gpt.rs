@@ -1,25 +1,24 @@
-//! GPT-2.
+//! Sizes of a GPT-2 that is trained from scratch.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::language::{
-    LanguageModel, LanguageModelSizes, batch_loss, example_batch, initialize_weights, language_head,
-};
-use super::model::{Model, ModelSpec};
-use super::names::{WeightNames, torch_name};
+use super::decoder::DropoutSpec;
+use super::language::{LanguageModelSizes, example_batch};
+use super::model::ModelSpec;
+use super::names::torch_name;
+use super::pretrained::{PretrainedConfig, PretrainedModel};
 use crate::comm::DeviceMesh;
 use crate::error::Result;
-use crate::nn::init::Init;
-use crate::nn::{
-    Activation, AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, LayerNorm, Linear, Mlp, Module,
-    MultiHeadAttention, PlanHints,
-};
-use crate::param::Param;
+use crate::nn::Builder;
 use crate::tensor::DTensor;
 
-/// Sizes of a GPT-2, with the defaults of a small model.
+/// Sizes of a GPT-2, with the defaults of a small model: learned positions, layer norm before each branch, GELU.
+///
+/// The model is the one that [`load`](super::load) loads from a directory with the same [`hf_config`](ModelSpec::hf_config),
+/// with dropout.
+#[doc(alias = "GPT2LMHeadModel")]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GptConfig {
@@ -62,7 +61,7 @@ impl Default for GptConfig {
 }
 
 impl ModelSpec for GptConfig {
-    type Model = Gpt;
+    type Model = PretrainedModel;
 
     fn check(&self) -> Result<()> {
         let sizes = LanguageModelSizes {
@@ -79,9 +78,10 @@ impl ModelSpec for GptConfig {
         sizes.check()
     }
 
-    fn build(&self, builder: &Builder) -> Result<Gpt> {
+    fn build(&self, builder: &Builder) -> Result<PretrainedModel> {
         self.check()?;
-        Gpt::new(builder, self)
+        let dropout = DropoutSpec { embeddings: self.dropout, branches: self.dropout };
+        PretrainedConfig::of_sizes(&self.hf_config(DType::F32), dropout)?.build(builder)
     }
 
     fn example_batch(&self, samples: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
@@ -108,145 +108,5 @@ impl ModelSpec for GptConfig {
         "bos_token_id": null,
         "eos_token_id": null,
         })
-    }
-}
-
-/// GPT-2: learned positions, layer norm before each branch, GELU.
-#[doc(alias = "GPT2LMHeadModel")]
-#[derive(Module)]
-pub struct Gpt {
-    /// Token embedding.
-    pub tokens: Embedding,
-    /// Learned position embedding, `[seq_len, d_model]`.
-    pub positions: Param,
-    /// Dropout of the embeddings.
-    pub dropout: Dropout,
-    /// Transformer blocks.
-    pub blocks: Vec<GptBlock>,
-    /// Norm before the head.
-    pub norm: LayerNorm,
-    /// Head, from features to logits.
-    pub head: Linear,
-    /// Input and output hooks; see [`Hooks`].
-    pub hooks: Hooks,
-    /// Hints for planners; see [`PlanHints`].
-    pub hints: PlanHints,
-}
-
-/// A transformer block of [`Gpt`]: attention and MLP as residual branches.
-#[derive(Module)]
-pub struct GptBlock {
-    /// Norm before attention.
-    pub before_attention: LayerNorm,
-    /// Causal self-attention.
-    pub attention: MultiHeadAttention,
-    /// Norm before the MLP.
-    pub before_mlp: LayerNorm,
-    /// Feed-forward block.
-    pub mlp: Mlp,
-    /// Dropout of both residual branches.
-    pub dropout: Dropout,
-    /// Input and output hooks; see [`Hooks`].
-    pub hooks: Hooks,
-}
-
-impl Gpt {
-    /// Builds the model with GPT-2's initializer. Check sizes before with [`ModelSpec::check`].
-    pub fn new(builder: &Builder, config: &GptConfig) -> Result<Self> {
-        let GptConfig { vocab_size, seq_len, d_model, n_layers, layer_norm_eps, dropout, .. } = *config;
-        let tokens = Embedding::new(&builder.child("tokens"), vocab_size, d_model)?;
-        let blocks = (0..n_layers).map(|i| GptBlock::new(&builder.child(&format!("blocks.{i}")), config));
-        let model = Gpt {
-            positions: builder.param("positions", &[seq_len, d_model], Init::ZEROS)?,
-            dropout: Dropout::new(dropout)?,
-            blocks: blocks.collect::<Result<_>>()?,
-            norm: LayerNorm::new(&builder.child("norm"), d_model, layer_norm_eps)?,
-            head: language_head(builder, &tokens, config.tied_head)?,
-            tokens,
-            hooks: builder.hooks(),
-            hints: PlanHints::new().batch_input("blocks.0"),
-        };
-        initialize_weights(&model, n_layers)?;
-        Ok(model)
-    }
-}
-
-impl GptBlock {
-    fn new(builder: &Builder, config: &GptConfig) -> Result<Self> {
-        let GptConfig { d_model: width, n_heads: heads, d_ff, layer_norm_eps: eps, dropout, .. } = *config;
-        let attention =
-            AttentionConfig { width, heads, key_heads: heads, causal: true, bias: true, ..AttentionConfig::default() };
-        Ok(GptBlock {
-            before_attention: LayerNorm::new(&builder.child("before_attention"), width, eps)?,
-            attention: MultiHeadAttention::new(&builder.child("attention"), attention)?,
-            before_mlp: LayerNorm::new(&builder.child("before_mlp"), width, eps)?,
-            mlp: Mlp::new(&builder.child("mlp"), width, d_ff, Activation::GeluTanh)?,
-            dropout: Dropout::new(dropout)?,
-            hooks: builder.hooks(),
-        })
-    }
-}
-
-impl Forward for GptBlock {
-    fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| {
-            let attended = self.attention.forward(&self.before_attention.forward(x)?)?;
-            let (x, normal) = self.before_mlp.forward_residual(x, &self.dropout.forward(&attended)?)?;
-            let fed_forward = self.mlp.forward(&normal)?;
-            x.add(&self.dropout.forward(&fed_forward)?)
-        })
-    }
-}
-
-impl Forward for Gpt {
-    fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        self.hooks.run(ids, |ids| {
-            let positions = self.positions.forward_value()?.narrow(0, 0, ids.shape()[1])?;
-            let x = self.dropout.forward(&self.tokens.forward(ids)?.add(&positions)?)?;
-            let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
-            self.head.forward(&self.norm.forward(&x)?)
-        })
-    }
-}
-
-impl LanguageModel for Gpt {}
-
-impl Model for Gpt {
-    fn batch_loss(&self, batch: &[DTensor]) -> Result<DTensor> {
-        batch_loss(self, batch)
-    }
-
-    fn weight_names(&self) -> WeightNames {
-        let mut names = WeightNames::new()
-            .add("transformer.wte.weight", "tokens.weight")
-            .add("transformer.wpe.weight", "positions");
-        for i in 0..self.blocks.len() {
-            let (theirs, ours) = (format!("transformer.h.{i}"), format!("blocks.{i}"));
-            for kind in ["weight", "bias"] {
-                for (their, our) in [("ln_1", "before_attention"), ("ln_2", "before_mlp")] {
-                    names = names.add(&format!("{theirs}.{their}.{kind}"), &format!("{ours}.{our}.{kind}"));
-                }
-                let query_key_value = ["query", "key", "value"].map(|part| format!("attention.{part}"));
-                let linears = [
-                    ("attn.c_attn", query_key_value.to_vec()),
-                    ("attn.c_proj", vec!["attention.output".to_string()]),
-                    ("mlp.c_fc", vec!["mlp.up".to_string()]),
-                    ("mlp.c_proj", vec!["mlp.down".to_string()]),
-                ];
-                for (their, parts) in linears {
-                    let (name, paths) =
-                        (format!("{theirs}.{their}.{kind}"), parts.iter().map(|part| format!("{ours}.{part}.{kind}")));
-                    // Matrices inside the blocks of GPT-2 have inputs first.
-                    names = if kind == "weight" { names.transposed(&name, paths) } else { names.join(&name, paths) };
-                }
-            }
-        }
-        for kind in ["weight", "bias"] {
-            names = names.add(&format!("transformer.ln_f.{kind}"), &format!("norm.{kind}"));
-        }
-        match self.head.weight.is_same(&self.tokens.weight) {
-            true => names,
-            false => names.add("lm_head.weight", "head.weight"),
-        }
     }
 }

@@ -7,7 +7,7 @@ use super::plans::batch_placements;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::nn::init::Init;
-use crate::nn::{Builder, Embedding, Forward, Linear, Module};
+use crate::nn::{Forward, Module};
 use crate::ops::LossOptions;
 use crate::tensor::DTensor;
 
@@ -91,15 +91,6 @@ impl LanguageModelSizes {
         }
         Ok(())
     }
-}
-
-/// Builds the head, with its own weight or, if tied, that of the token embedding.
-pub(super) fn language_head(builder: &Builder, tokens: &Embedding, tied: bool) -> Result<Linear> {
-    if tied {
-        return Ok(Linear { weight: tokens.weight.clone(), bias: None, hooks: builder.child("head").hooks() });
-    }
-    let shape = tokens.weight.shape();
-    Linear::without_bias(&builder.child("head"), shape[1], shape[0])
 }
 
 /// Initializes weights as GPT-2 does: matrices normal with standard deviation 0.02, the ones that write to the residual stream

@@ -54,10 +54,10 @@ pub use decoder::{Decoder, DecoderAttention, DecoderBlock, DecoderMlp, Experts, 
 pub use dry_training::report_step;
 pub(crate) use dry_training::{DryTraining, bind, dry_world};
 pub use encoder::{Encoder, EncoderBlock, EncoderOutput, Pooling};
-pub use gpt::{Gpt, GptBlock, GptConfig};
+pub use gpt::GptConfig;
 pub use hf::{check_export, export_hf, export_hf_with};
 pub use language::LanguageModel;
-pub use llama::{Llama, LlamaBlock, LlamaConfig};
+pub use llama::LlamaConfig;
 pub use load::{dry_load_model, load, load_encoder, load_encoder_with, load_planned, load_with};
 pub use load_options::{LoadOptions, ProgressFn};
 pub use model::{Model, ModelSpec};

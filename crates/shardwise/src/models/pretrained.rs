@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Value, json};
 
 use super::cache::KvCache;
-use super::decoder::{Decoder, DecoderSpec, Logits};
+use super::decoder::{Decoder, DecoderSpec, DropoutSpec, Logits};
 use super::encoder::{Encoder, EncoderSpec};
 use super::families::{Architecture, Family};
 use super::fields::ConfigFields;
@@ -88,6 +88,14 @@ impl PretrainedConfig {
     /// Reads a configuration from JSON. Local; errors as for [`read`](Self::read).
     pub fn from_json(json: &Value) -> Result<Self> {
         Self::from_json_ignoring(json, &[])
+    }
+
+    /// The configuration of a causal language model that this crate writes, with dropout, which is not read from JSON.
+    pub(super) fn of_sizes(json: &Value, dropout: DropoutSpec) -> Result<Self> {
+        let mut config = Self::from_json(json)?;
+        let spec = DecoderSpec { dropout, ..DecoderSpec::clone(config.decoder()?) };
+        config.architecture = Arc::new(ModelArchitecture::Decoder(Arc::new(spec)));
+        Ok(config)
     }
 
     /// As [`from_json`](Self::from_json), without errors for unknown fields of these names.
@@ -303,6 +311,12 @@ impl PretrainedModel {
     /// The configuration that the model was built from.
     pub fn config(&self) -> &PretrainedConfig {
         &self.config
+    }
+
+    /// Returns the mean cross entropy of the targets, as [`LanguageModel::loss`] does. Collective.
+    #[track_caller]
+    pub fn loss(&self, ids: &DTensor, targets: &DTensor) -> Result<DTensor> {
+        LanguageModel::loss(self, ids, targets)
     }
 
     /// The tokenizer of the files that the model was loaded from; read when it is first needed. Local.

@@ -144,7 +144,7 @@ impl Hooks {
     /// Runs a norm of `x + branch`: `fused`, which returns the sum and its norm, in the scope of the module; or, if hooks or a
     /// replacement have to see the sum, the addition and then `forward`.
     #[track_caller]
-    pub(super) fn run_residual(
+    pub(crate) fn run_residual(
         &self,
         x: &DTensor,
         branch: &DTensor,

@@ -4,7 +4,7 @@
 use candle_core::Tensor;
 use shardwise::checkpoint::{self, Format, SaveOptions};
 use shardwise::models::{
-    DataParallelMode, GptConfig, LanguageModel, LlamaConfig, ModelConfig, ParallelismConfig, batch_placements, build,
+    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ParallelismConfig, PretrainedModel, batch_placements, build,
 };
 use shardwise::nn::{FsdpModule, Module, ModuleItem, StateDictOptions};
 use shardwise::ops::LossOptions;
@@ -56,7 +56,7 @@ fn batch(mesh: &DeviceMesh, step: usize) -> Result<[DTensor; 2]> {
 
 /// A model on a mesh, with its optimizer.
 struct Run {
-    model: Box<dyn LanguageModel>,
+    model: PretrainedModel,
     optimizer: ShardedOptimizer,
     mesh: DeviceMesh,
 }

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use serde_json::Value;
 use shardwise::models::{
-    self, DataParallelMode, Encoder, KvCache, LanguageModel, LoadOptions, Model, ParallelismConfig, Pooling,
-    PretrainedConfig, PretrainedModel, batch_placements,
+    self, DataParallelMode, Encoder, KvCache, LoadOptions, Model, ParallelismConfig, Pooling, PretrainedConfig,
+    PretrainedModel, batch_placements,
 };
 use shardwise::nn::{Forward, Module};
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};

@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 
 use serde_json::Value;
-use shardwise::generate::{CachedPredictor, ChatSession, Generation, Sampling, StopReason, perplexity};
-use shardwise::models::{self, PretrainedModel, load_tokenizer};
-use shardwise::nn::{Module, ModuleItem};
+use shardwise::generate::{
+    CachedPredictor, ChatSession, Generation, NextLogits, Sampling, StopReason, UncachedPredictor, perplexity,
+};
+use shardwise::models::{self, GptConfig, ModelSpec, PretrainedModel, load_tokenizer};
+use shardwise::nn::{Builder, Module, ModuleItem};
 use shardwise::plan::{DataParallel, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
 use shardwise::text::{ChatOptions, Message};
@@ -321,4 +323,42 @@ fn bad_prompts_are_refused() {
     });
     let error = load_tokenizer("/no/such/model").unwrap_err();
     assert!(error.to_string().contains("/no/such/model"), "{error}");
+}
+
+/// A row of a model with learned positions for 16 tokens grows to 40: its logits are those of a pass without a cache over the
+/// tokens that are not forgotten, on any mesh.
+#[test]
+fn a_forgetful_predictor_goes_on_after_the_context() {
+    const CONTEXT: usize = 16;
+    for mesh in MESHES {
+        let mesh: Mesh = mesh.parse().unwrap();
+        let world = ThreadWorld::new(mesh.size()).unwrap();
+        world
+            .run(move |world| {
+                let mesh = world.device_mesh(mesh.clone())?;
+                let config = GptConfig { seq_len: CONTEXT, d_model: 24, n_layers: 2, d_ff: 32, ..GptConfig::default() };
+                let model = config.build(&Builder::new(&mesh))?;
+                let mut cached = CachedPredictor::new(&model)?.forgetful();
+                assert_eq!(cached.context(), None);
+                cached.start(&[0])?;
+                let (mut new, mut window) = (vec![7, 3, 9], Vec::new());
+                for step in 0..40 {
+                    window.extend(&new);
+                    if window.len() > CONTEXT {
+                        window.drain(..window.len() - CONTEXT / 2);
+                    }
+                    let mut uncached = UncachedPredictor::new(&model, config.vocab_size, CONTEXT)?;
+                    uncached.start(&[0])?;
+                    let expected = uncached.next_logits(std::slice::from_ref(&window))?.full_tensor()?;
+                    let found = cached.next_logits(std::slice::from_ref(&new))?.full_tensor()?;
+                    let (expected, found) = (expected.to_vec2::<f32>()?, found.to_vec2::<f32>()?);
+                    for (e, f) in expected[0].iter().zip(&found[0]) {
+                        assert!((e - f).abs() < 1e-5, "step {step}: {f}, not {e}");
+                    }
+                    new = vec![(step * 31 + 5) % 256];
+                }
+                Ok(())
+            })
+            .unwrap();
+    }
 }

@@ -174,7 +174,7 @@ fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, pa
             let whole = DTensor::from_fn((now.shape(), DType::F32), &mesh, vec![Replicate; mesh.ndim()], value)?;
             param.set(&whole.to_layout(now.layout())?)?;
         }
-        export_hf(&world, &path, &*model, &config)?;
+        export_hf(&world, &path, &model, &config)?;
         // the ids for every rank along dp, which shares the batch
         let ids = DTensor::from_fn(((4, IDS.len()), DType::U32), &mesh, vec![Replicate; mesh.ndim()], |i| {
             f64::from(IDS[i[1]])

@@ -84,7 +84,7 @@ fn train(
         optimizer.step(gradients)?;
         losses.push(loss.item::<f32>()?);
     }
-    Ok((losses, export(&*model)?))
+    Ok((losses, export(&model)?))
 }
 
 /// The same on a mesh, in a world of its size: losses and weights.
@@ -335,7 +335,7 @@ fn weights_are_exported_and_imported_by_name_or_not_at_all() {
         let config = ModelConfig::Gpt(gpt());
         let plan = parallelism(DataParallelMode::FullyShard, false, false).plan(&config, &mesh)?;
         let (one, other) = (build(&config, &plan, &mesh, DType::F32)?, config.build(&Builder::new(&mesh))?);
-        let weights = export(&*one)?;
+        let weights = export(&one)?;
         let same = |a: &BTreeMap<String, Tensor>, b: &BTreeMap<String, Tensor>| -> Result<bool> {
             let numbers = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>().map_err(Error::from);
             let mut all = a.len() == b.len();
@@ -344,7 +344,7 @@ fn weights_are_exported_and_imported_by_name_or_not_at_all() {
             }
             Ok(all)
         };
-        let before = export(&*other)?;
+        let before = export(&other)?;
         assert!(!same(&before, &weights)?);
         for (change, part) in [(0, "unknown name `extra`"), (1, "nothing for `lm_head.weight`"), (2, "[40, 15]")] {
             let mut wrong = weights.clone();
@@ -353,12 +353,12 @@ fn weights_are_exported_and_imported_by_name_or_not_at_all() {
                 1 => drop(wrong.remove("lm_head.weight")),
                 _ => drop(wrong.insert("lm_head.weight".into(), weights["lm_head.weight"].narrow(1, 0, 15)?)),
             }
-            let error = import(&*other, &wrong).unwrap_err().to_string();
+            let error = import(&other, &wrong).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
-            assert!(same(&export(&*other)?, &before)?);
+            assert!(same(&export(&other)?, &before)?);
         }
-        import(&*other, &weights)?;
-        assert!(same(&export(&*other)?, &weights)?);
+        import(&other, &weights)?;
+        assert!(same(&export(&other)?, &weights)?);
         Ok(())
     };
     ThreadWorld::new(2).unwrap().run(run).unwrap();

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::LoadReport;
-use shardwise::models::{KvCache, LanguageModel, LoadOptions, PretrainedModel, dry_load_model, export_hf, load_with};
+use shardwise::models::{KvCache, LoadOptions, PretrainedModel, dry_load_model, export_hf, load_with};
 use shardwise::nn::Module;
 use shardwise::ops::BlockType;
 use shardwise::plan::TensorParallel;

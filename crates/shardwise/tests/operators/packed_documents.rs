@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use shardwise::data::{Dataset, LabeledTokens, PackedSequences, Packing};
-use shardwise::models::{self, LanguageModel, Model, PretrainedModel};
+use shardwise::models::{self, Model, PretrainedModel};
 use shardwise::nn::Module;
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;

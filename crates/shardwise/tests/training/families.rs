@@ -190,7 +190,7 @@ fn train_built(config: &ModelConfig, mesh: &DeviceMesh, sequence: bool) -> Resul
     let model = build(config, &plan, mesh, DType::F64)?;
     train(&model, || {
         let batch = |shift| tokens(mesh, config.vocab_size(), 3, shift);
-        language_loss(&*model, &batch(0)?, &batch(1)?)
+        language_loss(&model, &batch(0)?, &batch(1)?)
     })
 }
 

@@ -60,7 +60,7 @@ impl DecoderBlock {
                 None => None,
             },
             after_mlp: norm("after_mlp", spec.norms_after)?,
-            dropout: Dropout::new(spec.dropout)?,
+            dropout: Dropout::new(spec.dropout.branches)?,
             hooks: builder.hooks(),
             parallel: spec.parallel_residual,
         })
@@ -72,9 +72,15 @@ impl DecoderBlock {
         let compute = |x: &DTensor| -> Result<DTensor> {
             let attended = self.attention.attend(&normed(self.before_attention.as_ref(), x)?, call)?;
             let attended = self.dropout.forward(&normed(self.after_attention.as_ref(), &attended)?)?;
-            let after = x.add(&attended)?;
-            let mlp_input = if self.parallel { x } else { &after };
-            let mlp_input = normed(self.before_mlp.as_ref(), mlp_input)?;
+            let (after, mlp_input) = match &self.before_mlp {
+                // The sum and its norm in one pass over memory.
+                Some(norm) if !self.parallel => norm.forward_residual(x, &attended)?,
+                norm => {
+                    let after = x.add(&attended)?;
+                    let mlp_input = normed(norm.as_ref(), if self.parallel { x } else { &after })?;
+                    (after, mlp_input)
+                }
+            };
             let fed_forward = match (&self.mlp, &self.experts) {
                 (Some(mlp), _) => mlp.forward(&mlp_input)?,
                 (None, Some(experts)) => experts.forward(&mlp_input)?,

@@ -19,7 +19,9 @@ pub use experts::{Experts, MixtureOfExperts};
 pub use mlp::DecoderMlp;
 pub use norm::FeatureNorm;
 pub(super) use rope::{Rope, RopeScaling};
-pub(super) use spec::{AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm};
+pub(super) use spec::{
+    AttentionSpec, DecoderSpec, DropoutSpec, ExpertsSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
+};
 
 use std::sync::Arc;
 
@@ -82,7 +84,7 @@ impl Decoder {
         };
         Ok(Decoder {
             positions: positions.transpose()?,
-            dropout: Dropout::new(spec.dropout)?,
+            dropout: Dropout::new(spec.dropout.embeddings)?,
             blocks: blocks.collect::<Result<_>>()?,
             norm: FeatureNorm::new(&builder.child("norm"), width, spec.norm)?,
             head,

@@ -33,15 +33,35 @@ impl FeatureNorm {
     }
 }
 
+impl FeatureNorm {
+    /// Computes `x + branch` and the norm of the sum, as [`LayerNorm::forward_residual`](crate::nn::LayerNorm::forward_residual)
+    /// does.
+    #[track_caller]
+    pub fn forward_residual(&self, x: &DTensor, branch: &DTensor) -> Result<(DTensor, DTensor)> {
+        self.hooks.run_residual(x, branch, &|sum| self.forward(sum), |x, branch| {
+            let (weight, bias) = self.factors()?;
+            match self.spec.kind {
+                NormKind::Rms | NormKind::RmsPlusOne => x.add_rms_norm(branch, Some(&weight), self.spec.eps),
+                NormKind::Layer => x.add_layer_norm(branch, Some(&weight), bias.as_ref(), self.spec.eps),
+            }
+        })
+    }
+
+    /// What the normalized features are multiplied by, and what is added.
+    fn factors(&self) -> Result<(DTensor, Option<DTensor>)> {
+        let weight = self.weight.forward_value()?;
+        let weight = if self.spec.kind == NormKind::RmsPlusOne { weight.add_scalar(1.0)? } else { weight };
+        Ok((weight, self.bias.as_ref().map(Param::forward_value).transpose()?))
+    }
+}
+
 impl Forward for FeatureNorm {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| {
-            let (weight, eps) = (self.weight.forward_value()?, self.spec.eps);
-            let bias = self.bias.as_ref().map(Param::forward_value).transpose()?;
+            let (weight, bias) = self.factors()?;
             match self.spec.kind {
-                NormKind::Rms => x.rms_norm(1, Some(&weight), eps),
-                NormKind::RmsPlusOne => x.rms_norm(1, Some(&weight.add_scalar(1.0)?), eps),
-                NormKind::Layer => x.layer_norm(1, Some(&weight), bias.as_ref(), eps),
+                NormKind::Rms | NormKind::RmsPlusOne => x.rms_norm(1, Some(&weight), self.spec.eps),
+                NormKind::Layer => x.layer_norm(1, Some(&weight), bias.as_ref(), self.spec.eps),
             }
         })
     }

@@ -35,8 +35,16 @@ pub(in crate::models) struct DecoderSpec {
     pub(in crate::models) tied_head: bool,
     /// Whether the head has a bias.
     pub(in crate::models) head_bias: bool,
-    /// Dropout probability of embeddings and residual branches in training.
-    pub(in crate::models) dropout: f64,
+    /// Dropout in training.
+    pub(in crate::models) dropout: DropoutSpec,
+}
+
+/// Dropout probabilities in training; none in models of files, which say nothing that a fine-tuning has to follow.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(in crate::models) struct DropoutSpec {
+    pub(in crate::models) embeddings: f64,
+    /// Of the outputs of attention and MLP.
+    pub(in crate::models) branches: f64,
 }
 
 /// Sizes and options of the attention of all layers.
@@ -151,8 +159,9 @@ impl DecoderSpec {
                 return bad(found, "1 to all experts per token, of a size of at least 1");
             }
         }
-        if !(0.0..1.0).contains(&self.dropout) {
-            return bad(format!("dropout {}", self.dropout), "0 to below 1");
+        let DropoutSpec { embeddings, branches } = self.dropout;
+        if let Some(p) = [embeddings, branches].into_iter().find(|p| !(0.0..1.0).contains(p)) {
+            return bad(format!("dropout {p}"), "0 to below 1");
         }
         Ok(())
     }

@@ -1,7 +1,9 @@
 //! GPT-2: learned positions, layer norms, matrices with inputs first.
 
 use super::{Architecture, Family, NameEntry, exact, module, transposed};
-use crate::models::decoder::{AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm};
+use crate::models::decoder::{
+    AttentionSpec, DecoderSpec, DropoutSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
+};
 use crate::nn::Activation;
 
 pub(super) static FAMILY: Family = Family {
@@ -62,7 +64,7 @@ pub(super) static FAMILY: Family = Family {
             logit_soft_cap: None,
             tied_head: fields.flag("tie_word_embeddings", true)?,
             head_bias: false,
-            dropout: 0.0,
+            dropout: DropoutSpec::default(),
         }))
     },
 };

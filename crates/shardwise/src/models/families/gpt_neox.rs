@@ -2,7 +2,9 @@
 //! and values head by head in one matrix.
 
 use super::{Architecture, Family, NameEntry, module, per_head};
-use crate::models::decoder::{AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm};
+use crate::models::decoder::{
+    AttentionSpec, DecoderSpec, DropoutSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
+};
 use crate::models::fields::{RopeDefaults, RopeSizes, read_rope};
 use crate::nn::Activation;
 
@@ -67,7 +69,7 @@ pub(super) static FAMILY: Family = Family {
             logit_soft_cap: None,
             tied_head: fields.flag("tie_word_embeddings", false)?,
             head_bias: false,
-            dropout: 0.0,
+            dropout: DropoutSpec::default(),
         }))
     },
 };

@@ -2,7 +2,9 @@
 
 use super::{Architecture, Family, NameEntry, local_layers, module};
 use crate::error::Result;
-use crate::models::decoder::{AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm};
+use crate::models::decoder::{
+    AttentionSpec, DecoderSpec, DropoutSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
+};
 use crate::models::fields::{ConfigFields, RopeDefaults, RopeSizes, read_rope};
 use crate::nn::Activation;
 
@@ -134,7 +136,7 @@ pub(super) fn read_llama_like(fields: &ConfigFields<'_>, defaults: &LlamaDefault
         logit_soft_cap: None,
         tied_head: fields.flag("tie_word_embeddings", defaults.tied)?,
         head_bias: false,
-        dropout: 0.0,
+        dropout: DropoutSpec::default(),
     })
 }
 
