@@ -77,28 +77,62 @@ fn main() {
         let (_, _, case) = CASES.iter().find(|(case, _, _)| *case == name).expect("a case of this program");
         return case();
     }
-    let filters: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
-    let chosen = |name: &str| filters.is_empty() || filters.iter().any(|f| name.contains(f.as_str()));
-    let (mut run, mut failed) = (0, Vec::new());
-    let mut test = |name: String, body: &dyn Fn()| {
-        if chosen(&name) {
-            run += 1;
-            if !job::report(&name, body) {
-                failed.push(name);
-            }
-        }
-    };
-    for (case, sizes, _) in CASES {
-        for &size in *sizes {
-            test(format!("{case} on {size}"), &|| {
-                let scratch = Scratch::new(&format!("{case}-{size}"));
-                Job::new(case, size).set("SHARDWISE_SCRATCH", &scratch.0).run().expect_success();
-            });
-        }
+    let selection = Selection::from_arguments();
+    let tests = jobs().chain(TESTS.iter().map(|&(name, body)| (name.to_string(), Box::new(body) as Box<dyn Fn()>)));
+    let chosen: Vec<(String, Box<dyn Fn()>)> = tests.filter(|(name, _)| selection.has(name)).collect();
+    if selection.lists {
+        // In the form that `cargo nextest` reads; no test is ignored.
+        return chosen.iter().filter(|_| !selection.ignored).for_each(|(name, _)| println!("{name}: test"));
     }
-    for (name, body) in TESTS {
-        test((*name).to_string(), body);
-    }
+    let run = chosen.len();
+    let failed: Vec<String> =
+        chosen.into_iter().filter(|(name, body)| !job::report(name, body)).map(|(name, _)| name).collect();
     println!("{} of {run} tests passed, under {}", run - failed.len(), job::version());
     assert!(failed.is_empty(), "failed: {failed:?}");
+}
+
+/// A test per case and number of processes.
+fn jobs() -> impl Iterator<Item = (String, Box<dyn Fn()>)> {
+    let of_case = |&(case, sizes, _): &Case| {
+        sizes.iter().map(move |&size| {
+            let body = move || {
+                let scratch = Scratch::new(&format!("{case}-{size}"));
+                Job::new(case, size).set("SHARDWISE_SCRATCH", &scratch.0).run().expect_success();
+            };
+            (format!("{case} on {size}"), Box::new(body) as Box<dyn Fn()>)
+        })
+    };
+    CASES.iter().flat_map(of_case)
+}
+
+/// What the arguments select, as test programs of the standard harness take them.
+struct Selection {
+    names: Vec<String>,
+    exact: bool,
+    lists: bool,
+    ignored: bool,
+}
+
+impl Selection {
+    fn from_arguments() -> Self {
+        let mut found = Selection { names: Vec::new(), exact: false, lists: false, ignored: false };
+        let mut arguments = std::env::args().skip(1);
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "--exact" => found.exact = true,
+                "--list" => found.lists = true,
+                "--ignored" => found.ignored = true,
+                // With a value that is not a name.
+                "--format" | "--test-threads" | "--color" => drop(arguments.next()),
+                flag if flag.starts_with('-') => {}
+                name => found.names.push(name.to_string()),
+            }
+        }
+        found
+    }
+
+    fn has(&self, name: &str) -> bool {
+        let fits = |wanted: &String| if self.exact { name == wanted } else { name.contains(wanted.as_str()) };
+        self.names.is_empty() || self.names.iter().any(fits)
+    }
 }
