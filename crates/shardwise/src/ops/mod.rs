@@ -24,6 +24,7 @@ mod dropout;
 mod dtype;
 mod einsum;
 mod equation;
+mod experts;
 mod fft;
 mod flip;
 mod fold;
@@ -107,13 +108,14 @@ pub fn composed_ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 36] = [
+static OPS: [&[OpEntry]; 37] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
     ternary::OPS,
     einsum::OPS,
     grouped::OPS,
+    experts::OPS,
     affine::OPS,
     reduce::OPS,
     normalization::OPS,

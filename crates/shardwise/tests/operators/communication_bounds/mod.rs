@@ -79,6 +79,7 @@ const CLASSES: &[(&str, Class)] = &[
     ("outer", Product),
     ("einsum", Product),
     ("grouped_mm", Product),
+    ("expert_mlp", Product),
     ("linear", Product),
     ("addmm", Product),
     ("baddbmm", Product),

@@ -35,6 +35,7 @@ pub(crate) const LEFT_OUT: &[(&str, &str)] = &[
     ),
     ("masked_select", "its shape depends on elements; tests/operators/indexing.rs compares it"),
     ("nonzero", "its shape depends on elements; tests/operators/indexing.rs compares it"),
+    ("expert_mlp", "PyTorch has no such operator; the recorded models of tests/conformance/models.rs have its values"),
     ("batch_statistics", "mean and var, which are attacked, of every channel"),
     (
         "add_layer_norm",
