@@ -144,6 +144,12 @@ impl KvCache {
         Ok((!is_first).then_some(all))
     }
 
+    /// Number of heads of the keys that are stored for a layer, if there are any.
+    pub(super) fn stored_heads(&self, layer: usize) -> Option<usize> {
+        let [keys, _] = self.layers.get(layer)?.stored.as_ref()?;
+        Some(keys.layout.shape()[1])
+    }
+
     /// Counts new positions, once per forward pass and before any layer.
     pub(super) fn extend(&mut self, new: usize, layers: usize) {
         self.length += new;

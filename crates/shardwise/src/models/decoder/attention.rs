@@ -116,7 +116,8 @@ impl DecoderAttention {
         let queries = turned(projected(&self.query, self.query_norm.as_ref(), heads)?)?;
         let keys = turned(projected(&self.key, self.key_norm.as_ref(), key_heads)?)?;
         let values = projected(&self.value, None, key_heads)?;
-        let [keys, values] = repeated_key_heads(&queries, keys, values)?;
+        let stored_heads = cache.as_ref().and_then(|(cache, layer)| cache.stored_heads(*layer));
+        let [keys, values] = repeated_key_heads(&queries, keys, values, stored_heads)?;
         let CachedKeys { keys, values, first: first_key } = match cache {
             Some((cache, layer)) => cache.append(layer, self.window, &keys, &values)?,
             None => CachedKeys { keys, values, first },
@@ -143,13 +144,23 @@ impl DecoderAttention {
 }
 
 /// Keys and values `[batch, key heads, length, size]` as they are or, if queries are sharded over a mesh axis that key heads are
-/// replicated over, repeated for every query head and sharded like those. Communicates nothing in the second case.
+/// replicated over, repeated for every query head and sharded like those. Communicates nothing in the second case. What a cache has
+/// stored decides for what follows: how queries are sharded may depend on the number of tokens.
 #[track_caller]
-fn repeated_key_heads(queries: &DTensor, keys: DTensor, values: DTensor) -> Result<[DTensor; 2]> {
+fn repeated_key_heads(
+    queries: &DTensor,
+    keys: DTensor,
+    values: DTensor,
+    stored_heads: Option<usize>,
+) -> Result<[DTensor; 2]> {
     let (heads, key_heads) = (queries.shape()[1], keys.shape()[1]);
     let (sharded, by) = (queries.layout().shard_order(1), keys.layout().shard_order(1));
     let group = heads / key_heads;
-    if group == 1 || sharded.iter().all(|axis| by.contains(axis)) {
+    let stays = match stored_heads {
+        Some(stored) => stored == key_heads,
+        None => group == 1 || sharded.iter().all(|axis| by.contains(axis)),
+    };
+    if stays {
         return Ok([keys, values]);
     }
     let layout = queries.layout();
