@@ -28,6 +28,11 @@ impl DTensor {
         if self.ndim() > 0 && weight.ndim() == 1 {
             // One feature of the result, without a dimension of its own.
             let product = self.matmul(weight)?;
+            if let Some(bias) = bias.filter(|bias| bias.ndim() > 0) {
+                let found = format!("shape {:?} in linear with a weight {:?}", bias.shape(), weight.shape());
+                let kind = ErrorKind::shape(bias.shape());
+                return Err(kind.error("bias", found, "one number, without dimensions", "reshape weight or bias"));
+            }
             return bias.map_or(Ok(product.clone()), |bias| product.add(&for_sum_with(&product, bias)?));
         }
         if !self.fits_linear(weight) {

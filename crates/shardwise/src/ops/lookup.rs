@@ -282,6 +282,9 @@ impl DTensor {
     pub fn gather(&self, dim: isize, index: &DTensor) -> Result<DTensor> {
         // An empty index may have any number of dimensions.
         if index.elem_count() == 0 && index.ndim() != self.ndim() {
+            if !self.is_scalar_with(dim) {
+                self.resolve_dim("gather", dim)?;
+            }
             return self.constant(&Tensor::zeros(index.shape(), self.dtype(), &Device::Cpu)?);
         }
         if let Some(found) = self.as_vector(dim, |x| x.gather(0, &index.atleast_1d()?)) {

@@ -203,11 +203,11 @@ impl DTensor {
     /// If a reduced dimension is sharded, ranks communicate as in [`var`](Self::var).
     #[track_caller]
     pub fn std(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
+        // In f64, where the variance of no narrower type is 0 or infinite.
         let x = self.without_partials("std", dims)?;
-        match x.widened()? {
-            Some(wide) => wide.var(dims, correction, keepdim)?.root(2.0)?.to_dtype(self.dtype()),
-            None => x.var(dims, correction, keepdim)?.root(2.0),
-        }
+        let wide = if x.dtype().is_float() { x.to_dtype(DType::F64)? } else { x };
+        let deviation = wide.var(dims, correction, keepdim)?.root(2.0)?;
+        if self.dtype().is_float() { deviation.to_dtype(self.dtype()) } else { Ok(deviation) }
     }
 
     /// Computes the vector norm of an order over some dimensions, or over all if `dims` is empty.
@@ -217,8 +217,7 @@ impl DTensor {
     #[doc(alias = "vector_norm")]
     #[track_caller]
     pub fn norm(&self, order: f64, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        let named = |d: isize| if self.is_scalar_with(d) { Ok(()) } else { self.resolve_dim("norm", d).map(drop) };
-        dims.iter().try_for_each(|&d| named(d))?;
+        let over = resolve("norm", dims, self)?;
         if order.is_finite()
             && let Some(wide) = self.widened()?
         {
@@ -230,6 +229,8 @@ impl DTensor {
             f64::NEG_INFINITY => x.amin(dims, keepdim),
             0.0 => x.ne(&x.zeros_like()?)?.to_dtype(x.dtype())?.sum(dims, keepdim),
             1.0 => x.sum(dims, keepdim),
+            // The power of a single element may be 0 or infinite where its root is neither.
+            _ if x.dtype().is_float() && over.iter().all(|&d| x.shape()[d] == 1) => x.sum(dims, keepdim),
             2.0 => x.square()?.sum(dims, keepdim)?.root(2.0),
             p => x.pow_scalar(p)?.sum(dims, keepdim)?.root(p),
         }
@@ -372,7 +373,11 @@ impl DTensor {
             });
             let widened = widened.transpose()?;
             let statistics = widened.as_ref().map(|(mean, variance)| (mean, variance));
-            return wide.batch_norm(statistics, weight, bias, eps)?.to_dtype(self.promoted_type(weight, bias));
+            // Weight and bias too: the fused kernel takes one type.
+            let dtype = self.promoted_type(weight, bias);
+            let widen = |t: &DTensor| Ok::<_, Error>(t.widened()?.unwrap_or_else(|| t.clone()));
+            let (weight, bias) = (weight.map(widen).transpose()?, bias.map(widen).transpose()?);
+            return wide.batch_norm(statistics, weight.as_ref(), bias.as_ref(), eps)?.to_dtype(dtype);
         }
         let own;
         let (mean, variance) = match statistics {

@@ -378,6 +378,7 @@ impl Parametrized {
             Parametrized::LeakyRelu(s) => positive(&saved.input(0))?.where_cond(g, &g.mul_scalar(s.0)?)?,
             Parametrized::Elu(s) => {
                 let x = saved.input(0);
+                let x = x.widened()?.unwrap_or(x); // In half precision the exponential would be rounded, or 0, on the way.
                 // NaN has the slope 1, as in PyTorch.
                 x.le(0.0)?.where_cond(&g.mul(&x.exp()?.mul_scalar(s.0)?)?, g)?
             }

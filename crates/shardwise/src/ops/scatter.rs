@@ -43,10 +43,10 @@ impl DTensor {
         if let Some(found) = self.on_vectors(dim, index, source, |x, index, source| x.scatter(0, index, source)) {
             return found;
         }
+        let op = Scatter { dim: self.resolve_dim("scatter", dim)? };
         if index.elem_count() == 0 {
             return Ok(self.clone());
         }
-        let op = Scatter { dim: self.resolve_dim("scatter", dim)? };
         let source = source.to_dtype(self.dtype())?;
         Ok(dispatch(&op, &[self, index, &source], Location::caller())?.swap_remove(0))
     }
@@ -59,10 +59,10 @@ impl DTensor {
         if let Some(found) = self.on_vectors(dim, index, source, |x, index, source| x.scatter_add(0, index, source)) {
             return found;
         }
+        let at = self.resolve_dim("scatter_add", dim)?;
         if index.elem_count() == 0 {
             return Ok(self.clone());
         }
-        let at = self.resolve_dim("scatter_add", dim)?;
         let site = Location::caller();
         check_sizes("scatter_add", at, self.shape(), index.shape(), source.shape())
             .map_err(|e| name_call(e, "scatter_add", &[self, index, source], site))?;

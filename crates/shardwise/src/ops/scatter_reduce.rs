@@ -161,7 +161,7 @@ impl DTensor {
     /// Communicates as [`index_put`](Self::index_put) of the flattened tensor does.
     #[track_caller]
     pub fn put(&self, index: &DTensor, source: &DTensor, accumulate: bool) -> Result<DTensor> {
-        if index.elem_count() == 0 {
+        if index.elem_count() == 0 && source.elem_count() == 0 {
             return Ok(self.clone());
         }
         let count = [index.elem_count() as isize];

@@ -95,12 +95,8 @@ impl DTensor {
         }
         let window = Window { size, stride: stride.unwrap_or(size), padding, dilation: 1 };
         let real = dtype::real(self.dtype());
-        if function == PoolFn::Mean && self.dtype() == DType::I64 {
-            // PyTorch divides integers, towards zero.
-            let mean = self.to_dtype(DType::F64)?.pooling(name, function, spatial, size, stride, padding)?;
-            return mean.trunc()?.to_dtype(DType::I64);
-        }
-        if function == PoolFn::Mean && self.dtype() != real {
+        // Sums of i64 are divided towards zero, as in PyTorch.
+        if function == PoolFn::Mean && self.dtype() != real && self.dtype() != DType::I64 {
             return self.to_dtype(real)?.pooling(name, function, spatial, size, stride, padding);
         }
         // Every element of a window is visited, in the padding too.
@@ -164,6 +160,8 @@ impl Op for Pool {
         let signature = Signature::new(vec![DimSharding::Free; dims.len()], vec![dims.clone(); inputs.len()], [dims]);
         let signature = match self.function {
             PoolFn::Max => signature.allow_partial([Some(ReduceOp::Max)], ReduceOp::Max),
+            // Quotients of partial sums that are rounded do not add up to that of the sum.
+            _ if !x.dtype.is_float() => signature,
             _ => [ReduceOp::Sum, ReduceOp::Avg].into_iter().fold(signature, |signature, op| {
                 signature.allow_partial((0..inputs.len()).map(|i| (i == 0).then_some(op)), op)
             }),

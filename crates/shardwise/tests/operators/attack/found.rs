@@ -394,11 +394,107 @@ fn variances_name_each_dimension_once_in_every_layout() {
 }
 
 #[test]
-fn average_pools_of_i64_divide_towards_zero() {
+fn average_pools_of_i64_divide_sums_of_integers_towards_zero() {
     everywhere(|mesh, _| {
-        let x =
-            DTensor::distribute_tensor(&Tensor::new(&[[[-5i64, 0, 7, 8]]], &Device::Cpu)?, mesh, [Replicate], None)?;
-        assert_eq!(x.avg_pool1d(2, None, 0)?.full_tensor()?.flatten_all()?.to_vec1::<i64>()?, [-2, 7]);
+        let pooled = |values: &[i64], size: usize| {
+            let x = Tensor::new(values, &Device::Cpu)?.reshape((1, 1, values.len()))?;
+            let x = DTensor::distribute_tensor(&x, mesh, [Replicate], None)?;
+            x.avg_pool1d(size, None, 0)?.full_tensor()?.flatten_all()?.to_vec1::<i64>().map_err(shardwise::Error::from)
+        };
+        assert_eq!(pooled(&[-5, 0, 7, 8], 2)?, [-2, 7]);
+        // No f64 holds these; the sum of the last two wraps, as in PyTorch.
+        assert_eq!(pooled(&[(1 << 62) + 1, i64::MIN + 1], 1)?, [(1 << 62) + 1, i64::MIN + 1]);
+        assert_eq!(pooled(&[(1 << 60) + 1, 2, i64::MAX, i64::MAX], 2)?, [(1 << 59) + 1, -1]);
+        // Ones of every rank, whose halves are 0.
+        let ones = Tensor::new(&[[[1i64, 0]]], &Device::Cpu)?;
+        let ranks = mesh.mesh().shape()[0] as i64;
+        let sum = DTensor::from_local(&ones, mesh, [Partial(ReduceOp::Sum)])?;
+        assert_eq!(sum.avg_pool1d(2, None, 0)?.full_tensor()?.flatten_all()?.to_vec1::<i64>()?, [ranks / 2]);
+        Ok(())
+    });
+}
+
+#[test]
+fn deviations_of_tiny_and_huge_elements_are_neither_zero_nor_infinite() {
+    everywhere(|mesh, placement| {
+        for (dtype, scale, error) in [(DType::F32, 1e-30, 1e-6), (DType::F32, 1e30, 1e-6), (DType::BF16, 1e-30, 1e-2)] {
+            let x = reals(&[scale, 3.0 * scale], dtype, mesh, &placement)?.requires_grad();
+            let deviation = x.std(&[], 0.0, false)?;
+            let slope = deviation.backward()?.get(&x)?.full_tensor()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+            let found = deviation.to_dtype(DType::F64)?.item::<f64>()?;
+            assert!((found / scale - 1.0).abs() < error, "{found} of {scale}");
+            assert!((slope[0] + 0.5).abs() < error && (slope[1] - 0.5).abs() < error, "{slope:?} of {scale}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn norms_of_single_elements_are_absolute_values() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[-1e30, 1e-30], DType::F32, mesh, &placement)?.unsqueeze(1)?;
+        for order in [0.5, 2.0, 3.0, 10.0] {
+            assert_eq!(x.norm(order, &[1], false)?.full_tensor()?.to_vec1::<f32>()?, [1e30, 1e-30], "{order}");
+            assert_eq!(x.narrow(0, 0, 1)?.norm(order, &[], false)?.item::<f32>()?, 1e30, "{order}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_weight_without_a_dimension_of_outputs_takes_a_bias_without_dimensions() {
+    everywhere(|mesh, _| {
+        let ones = |shape: &[usize]| DTensor::ones(shape, DType::F32, mesh, [Replicate]);
+        let (x, weight) = (ones(&[2, 3])?, ones(&[3])?);
+        assert_eq!(x.linear(&weight, Some(&ones(&[])?))?.full_tensor()?.to_vec1::<f32>()?, [4.0, 4.0]);
+        for bias in [ones(&[1])?, ones(&[2])?] {
+            let error = x.linear(&weight, Some(&bias)).unwrap_err().to_string();
+            assert!(error.contains("without dimensions"), "{error}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn batch_norm_scales_half_precision_by_one_number() {
+    everywhere(|mesh, placement| {
+        // Over the deviation alone the element is infinite in f32.
+        let x = reals(&[3e38, -3e38], DType::BF16, mesh, &placement)?.unsqueeze(1)?;
+        let of = |value: f64| reals(&[value], DType::BF16, mesh, &Replicate);
+        let normal = x.batch_norm(Some((&of(0.0)?, &of(0.0625)?)), Some(&of(0.125)?), None, 0.0)?;
+        assert_eq!(
+            normal.full_tensor()?.to_vec2::<half::bf16>()?,
+            x.mul_scalar(0.5)?.full_tensor()?.to_vec2::<half::bf16>()?
+        );
+        Ok(())
+    });
+}
+
+#[test]
+fn arguments_with_empty_indices_are_checked() {
+    everywhere(|mesh, _| {
+        let x = DTensor::ones((2, 3), DType::F32, mesh, [Replicate])?;
+        let (none, nothing) = (DTensor::zeros((0, 1), DType::I64, mesh, [Replicate])?, x.narrow(0, 0, 0)?);
+        for dim in [2, -3, isize::MIN] {
+            assert!(x.scatter(dim, &none, &nothing).is_err(), "scatter along {dim}");
+            assert!(x.scatter_add(dim, &none, &nothing).is_err(), "scatter_add along {dim}");
+            assert!(x.gather(dim, &none).is_err(), "gather along {dim}");
+            assert!(x.gather(dim, &none.flatten(0, -1)?).is_err(), "gather of a vector along {dim}");
+        }
+        assert!(x.put(&none, &x, false).is_err(), "a source for no places");
+        assert_eq!(x.put(&none, &nothing, false)?.full_tensor()?.to_vec2::<f32>()?, [[1.0; 3]; 2]);
+        Ok(())
+    });
+}
+
+#[test]
+fn the_gradient_of_elu_in_half_precision_is_rounded_once() {
+    everywhere(|mesh, placement| {
+        // The exponential is a subnormal number of few digits, and 0.
+        let x = reals(&[-13.0, -18.0], DType::F16, mesh, &placement)?.requires_grad();
+        let slope = x.elu(100.0)?.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f16>()?;
+        let exact = [-13f64, -18.0].map(|x| f16::from_f64(100.0 * x.exp()));
+        assert_eq!(slope, exact);
         Ok(())
     });
 }
