@@ -9,7 +9,7 @@ follows from the arithmetic:
 
 * `exact`: data movement, comparisons, rounding to integers, integers. The value of PyTorch itself, no distance.
 * `function`: functions element by element. One rounding of the result type, and two units in the last place of the type that is
-  computed in (f32 for half types): 3 units of relative roundoff.
+  computed in (f32 for half types): 3 units of relative roundoff, in f64 twice that.
 * `sum`: reductions and statistics, which accumulate in at least f32 and are rounded once: one rounding of the result type, and
   8 roundings of f32 (of f64 for f64) of every input, whose effect is measured by moving the inputs.
 * `product`: the same, and the roundings of n partial sums in f32, which grow with the root of n.
@@ -18,6 +18,14 @@ follows from the arithmetic:
 
 What PyTorch itself gives in the type of the call is never wrong. f64 has no wider type to compare with: its distances are those
 of f64 arithmetic, 32 times as wide because PyTorch's own cancellation is in the expected value.
+
+Roundings on the way count by their effect too: the call is made with the result of every operation moved (`Rounded`), which shows
+digits that cancel in between although the result hardly depends on the inputs: a softmax of one element has the gradient 0, the
+difference of two equal numbers. This holds for gradients of all but functions element by element, and for f64. Kernels of PyTorch
+that are one operation are written out in `ACCURATE` for that.
+
+Partial operands are terms 2x and -x of an element x (`numbers.rs`). An operator that sums its partial results rounds three times the
+magnitude in the type of the result: `partial` has the distance of such settings.
 """
 
 import json
@@ -28,6 +36,8 @@ try:
     import numpy as np
     import torch
     import torch.nn.functional as F
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map
 except ImportError as error:
     print(error)
     sys.exit(77)
@@ -282,6 +292,25 @@ def index_put(x, a):
     return x[0].index_put(tuple(x[2:]), x[1], accumulate=a["accumulate"])
 
 
+def bucketize(x, a):
+    if not bool((x[1].diff() >= 0).all()):
+        raise NotImplementedError("boundaries that are not sorted")
+    return torch.bucketize(x[0], x[1])
+
+
+def one_hot(x, a):
+    return F.one_hot(x[0] if x[0].is_floating_point() else x[0].to(torch.int64), a["classes"])
+
+
+def cast(x, a):
+    dtype = DTYPES[a["dtype"]]
+    if x[0].is_floating_point() and not dtype.is_floating_point:
+        ends, whole = torch.iinfo(dtype), x[0].to(torch.float64).trunc()
+        if not bool(((whole >= ends.min) & (whole <= ends.max)).all()):
+            raise NotImplementedError("numbers that the type does not hold")
+    return x[0].to(dtype)
+
+
 def embedding_bag(x, a):
     offsets = None if a["offsets"] is None else torch.tensor(a["offsets"])
     return F.embedding_bag(x[1], x[0], offsets, mode=a["mode"])
@@ -410,7 +439,7 @@ define(EXACT, {
     "bitwise_xor": lambda x, a: torch.bitwise_xor(x[0], x[1]),
     "where_cond": lambda x, a: torch.where(x[0] != 0, x[1], x[2]),
     "clamp_tensor": lambda x, a: torch.clamp(x[0], x[1], x[2]),
-    "to_dtype": lambda x, a: x[0].to(DTYPES[a["dtype"]]),
+    "to_dtype": cast,
 })
 define(STEPS, {
     "elu": lambda x, a: F.elu(x[0], a["number"]),
@@ -484,8 +513,8 @@ define(EXACT, {
     "index": lambda x, a: x[0][x[1]],
     "embedding": lambda x, a: F.embedding(x[1], x[0]),
     "gather": lambda x, a: x[0].gather(a["dim"], x[1]),
-    "one_hot": lambda x, a: F.one_hot(x[0].to(torch.int64), a["classes"]),
-    "bucketize": lambda x, a: torch.bucketize(x[0], x[1]),
+    "one_hot": one_hot,
+    "bucketize": bucketize,
     "scatter": lambda x, a: x[0].scatter(a["dim"], x[1], x[2]),
 })
 define(PRODUCT, {
@@ -528,6 +557,20 @@ define(STEPS, {
     "rotary_embedding": rotary,
 })
 
+def softmax_by_steps(x, dim):
+    if not x.numel():
+        return torch.softmax(x, dim)
+    powers = torch.exp(x - x.amax(dim, keepdim=True).detach())
+    return powers / powers.sum(dim, keepdim=True)
+
+
+def log_softmax_by_steps(x, dim):
+    if not x.numel():
+        return torch.log_softmax(x, dim)
+    below = x - x.amax(dim, keepdim=True).detach()
+    return below - torch.exp(below).sum(dim, keepdim=True).log()
+
+
 def attention_by_steps(x, a):
     q, k, v = x[:3]
     groups = q.shape[1] // k.shape[1]
@@ -539,12 +582,89 @@ def attention_by_steps(x, a):
     if a["causal"]:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(ahead, -math.inf)
-    return torch.softmax(scores, -1) @ v
+    return softmax_by_steps(scores, -1) @ v
 
 
-# Forms of the call in f64 without the cancellation and the approximations of PyTorch's own.
+def normalized(x, dims, eps, centre=True):
+    centred = x - x.mean(dims, keepdim=True) if centre else x
+    return centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+
+
+def scaled(normal, affine):
+    """Times a weight and plus a bias, where there are."""
+    for apply, parameter in zip((torch.mul, torch.add), affine):
+        normal = apply(normal, parameter)
+    return normal
+
+
+def per_channel(x, vectors):
+    return [v.reshape([-1] + [1] * (x.dim() - 2)) for v in vectors]
+
+
+def group_norm_by_steps(x, a):
+    apart = x[0].reshape(x[0].shape[0], a["groups"], math.prod(x[0].shape[1:]) // a["groups"])
+    return scaled(normalized(apart, -1, a["eps"]).reshape(x[0].shape), per_channel(x[0], x[1:]))
+
+
+def batch_norm_by_steps(x, a):
+    if a["given"]:
+        mean, variance = per_channel(x[0], (x[1].detach(), x[2].detach()))
+        return scaled((x[0] - mean) * torch.rsqrt(variance + a["eps"]), per_channel(x[0], x[3:]))
+    others = [d for d in range(x[0].dim()) if d != 1]
+    return scaled(normalized(x[0], others, a["eps"]), per_channel(x[0], x[1:]))
+
+
+def last(x, a):
+    return list(range(-a["ndim"], 0))
+
+
+def floor_of_quotient(x, a):
+    """PyTorch rounds half types on the way."""
+    own = torch.div(x[0], x[1], rounding_mode="floor")
+    if own.dtype not in (torch.float16, torch.bfloat16):
+        return own
+    return torch.div(x[0].to(torch.float64), x[1].to(torch.float64), rounding_mode="floor").to(own.dtype)
+
+
+def remainder(a, b):
+    """Zero has the sign of the dividend, other than NumPy's."""
+    rest = np.fmod(a, b)
+    return np.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+def exact_rest(own, rest):
+    """PyTorch's vectorized kernels give NaN where the quotient is large."""
+    def run(x, a):
+        found = own(x[0], x[1])
+        if not found.is_floating_point():
+            return found
+        with np.errstate(all="ignore"):
+            exact = rest(*(t.detach().to(torch.float64).numpy() for t in x))
+        return torch.where(found.isnan(), torch.from_numpy(np.asarray(exact)).to(found.dtype), found)
+
+    return run
+
+
+def gelu_tanh(x, a):
+    return x[0] * torch.sigmoid(math.sqrt(8 / math.pi) * (x[0] + 0.044715 * x[0] ** 3))
+
+
+# Forms of the call without the cancellation and the approximations of PyTorch's own, or as several operations. They are called in
+# f64, those of `EXACT` operators in the type of the call.
 ACCURATE = {
     "gelu": lambda x, a: 0.5 * x[0] * torch.erfc(-x[0] * math.sqrt(0.5)),
+    "gelu_tanh": gelu_tanh,
+    "fmod": exact_rest(torch.fmod, np.fmod),
+    "remainder": exact_rest(torch.remainder, remainder),
+    "div_floor": floor_of_quotient,
+    "softmax": lambda x, a: softmax_by_steps(x[0], a["dim"]),
+    "log_softmax": lambda x, a: log_softmax_by_steps(x[0], a["dim"]),
+    # The logarithm of the softmax of one is the same.
+    "cross_entropy": lambda x, a: classes(F.cross_entropy)([log_softmax_by_steps(x[0], min(x[0].dim() - 1, 1)), x[1]], a),
+    "layer_norm": lambda x, a: scaled(normalized(x[0], last(x, a), a["eps"]), x[1:]),
+    "rms_norm": lambda x, a: scaled(normalized(x[0], last(x, a), a["eps"], False), x[1:]),
+    "group_norm": group_norm_by_steps,
+    "batch_norm": batch_norm_by_steps,
     "scaled_dot_product_attention": attention_by_steps,
 }
 # Integers that stay so when the call is made in f64: they are no operands of arithmetic.
@@ -576,11 +696,32 @@ def run(call, inputs, with_gradients, accurate=False, pattern=None):
     return [o.detach() for o in outputs], gradients
 
 
+class Rounded(TorchDispatchMode):
+    """Moves what every operation gives by a relative step of its own, as rounding would."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **(kwargs or {}))
+        # Not views and what is written in place.
+        if any(result.alias_info is not None for result in operation._schema.returns):
+            return found
+        return tree_map(self.moved, found)
+
+    def moved(self, x):
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.float64:
+            return x
+        amount = torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 2.0 - 1.0
+        return x * (1.0 + STEP * (amount + amount.sign() * 0.5))
+
+
 def half_spacing(values, dtype):
     """Half the distance of neighbouring numbers of a type: the largest error of one rounding."""
     bits, least, _ = FORMATS[dtype]
     _, exponent = np.frexp(np.abs(np.where(np.isfinite(values), values, 0.0)))
-    exponent = np.maximum(exponent - 1, least).astype(np.float64)
+    exponent = np.where(values == 0, least, np.maximum(exponent - 1, least)).astype(np.float64)
     return np.exp2(np.maximum(exponent - bits, -1074.0))
 
 
@@ -615,24 +756,39 @@ def answer(call):
     kind = OPS[call["op"]][0]
     real_result = any(o.is_floating_point() for o in own)
     with_gradients = any(g is not None for g in own_gradients)
-    wide = wide_gradients = None
+    wide = wide_gradients = tamed = None
     spread, spread_gradients = [], []
     if real_result:
         keeps = lambda spec, x: x.to(torch.float64) if x.is_floating_point() or (
             kind != EXACT and spec["values"] not in KINDS_OF_INDEX) else x
         doubles = [keeps(spec, x) for spec, x in zip(call["inputs"], inputs)]
         wide, wide_gradients = run(call, doubles, with_gradients, True)
+        if kind == EXACT and call["op"] in ACCURATE:
+            wide = outputs_of(call["op"], inputs, call["attrs"], True)
+        f64 = any(o.dtype == torch.float64 for o in own)
         # Gradients of exact operators are sums of cotangents: moving the inputs would only break ties.
         for pattern in range(0 if kind == EXACT else PATTERNS):
-            o, g = run(call, moved(call, doubles, pattern), with_gradients, True, pattern)
+            given = moved(call, doubles, pattern)
+            if f64 or kind == STEPS:
+                with Rounded(call["seed"] + pattern):
+                    o, g = run(call, given, with_gradients, True, pattern)
+            else:
+                o, g = run(call, given, with_gradients, True, pattern)
+                if with_gradients and kind != FUNCTION:
+                    with Rounded(call["seed"] + pattern):
+                        g = run(call, given, True, True, pattern)[1]
             spread.append(o)
             spread_gradients.append(g)
+        if f64 and kind not in (EXACT, FUNCTION):
+            tamed = run(call, [tame(x) for x in doubles], False, True)[0]
     result = {"outputs": [], "gradients": None}
     for i, value in enumerate(own):
         # A value that is found in f64 counts only if it stands at the place that the call found.
         w = wide[i] if wide is not None and wide[i].is_floating_point() else None
+        if kind == EXACT and call["op"] not in ACCURATE:
+            w = None
         result["outputs"].append(
-            judged(call, value, None if kind == EXACT else w, [s[i] for s in spread], kind, call["seed"] + i)
+            judged(call, value, w, [s[i] for s in spread], kind, call["seed"] + i, None if tamed is None else tamed[i])
         )
     if with_gradients:
         result["gradients"] = [
@@ -642,7 +798,13 @@ def answer(call):
     return result
 
 
-def judged(call, own, wide, spread, kind, seed):
+def tame(x):
+    """A tensor whose products do not overflow."""
+    most = 2.0**300
+    return torch.where(x.isinf(), x, x.clamp(-most, most)) if x.is_floating_point() else x
+
+
+def judged(call, own, wide, spread, kind, seed, tamed=None):
     """Type, shape, expected values at sampled positions, distances, and sums of all of them."""
     entry = {"dtype": NAMES[own.dtype], "shape": list(own.shape)}
     at = positions(own.numel(), call["samples"], seed)
@@ -654,21 +816,32 @@ def judged(call, own, wide, spread, kind, seed):
             entry["total"] = total % 2**64
         return entry
     mine = numpy(own)
-    if wide is None:
-        value, distance = mine, np.zeros_like(mine)
-    else:
-        value = numpy(wide)
+    value = mine if wide is None else numpy(wide)
+    distance = partial = np.zeros_like(mine)
+    if kind != EXACT:
         with np.errstate(all="ignore"):
             terms = max((n for spec in call["inputs"] for n in spec["shape"]), default=1)
-            value, distance = distances(own.dtype, mine, value, [numpy(s) for s in spread], kind, terms)
+            value, distance, partial = distances(own.dtype, mine, value, [numpy(s) for s in spread], kind, terms)
+            if tamed is not None:
+                # Whether terms of huge elements are beyond the widest type on the way is decided by their order.
+                tamed = numpy(tamed)
+                depends = np.isnan(value) != np.isnan(tamed)
+                depends |= np.abs(value - tamed) > 2.0**-20 * np.abs(value)
+                depends |= np.isinf(value) & (value != tamed)
+                distance, partial = (np.where(depends, np.inf, d) for d in (distance, partial))
     entry["values"] = [text(v) for v in value[at]]
     entry["distances"] = [text(up(d)) for d in distance[at]]
+    if kind != EXACT:
+        entry["partial"] = [text(up(d)) for d in partial[at]]
     alternatives = [k for k in range(len(at)) if not same(mine[at[k]], value[at[k]], distance[at[k]])]
     if alternatives:
         entry["own"] = {str(k): text(mine[at[k]]) for k in alternatives}
     if value.size > len(at) and not np.isinf(distance).any():
         finite = np.isfinite(value) & np.isfinite(mine)
-        entry["total"] = [text(value[finite].sum()), text(up(distance[finite].sum())), int((~finite).sum())]
+        # Of exact values, either may be found.
+        either = np.abs(mine - value)[finite].sum() if kind == EXACT else 0.0
+        off = [text(up(d[finite].sum() + either)) for d in (distance, partial)]
+        entry["total"] = [text(value[finite].sum()), off[0], int((~finite).sum()), off[1]]
     return entry
 
 
@@ -688,7 +861,8 @@ def distances(dtype, own, value, spread, kind, terms):
     for s in spread:
         sensitivity = np.fmax(sensitivity, np.abs(s - value) / STEP)
     if kind == FUNCTION:
-        distance = rounding + 3 * computed * magnitude
+        # In f64, where nothing is wider, the expected value is rounded as often.
+        distance = rounding + (6 if dtype == torch.float64 else 3) * computed * magnitude
     else:
         roundings = 8 if kind == SUM else 16 + math.sqrt(terms)
         # No wider type to compare with: what PyTorch loses by cancellation is in the expected value too.
@@ -711,7 +885,10 @@ def distances(dtype, own, value, spread, kind, terms):
     # Where terms are beyond the type that is computed in, the order of summation decides.
     if kind != FUNCTION:
         distance = np.where(magnitude + sensitivity > range_of_computation, np.inf, distance)
-    return value, distance
+    partial = 3 * (distance + 2.0 ** (1 - bits) * (magnitude + sensitivity))
+    partial = np.where(np.isnan(partial), distance, partial)
+    partial = np.where(np.isfinite(magnitude) & (3 * magnitude + partial > largest), np.inf, partial)
+    return value, distance, partial
 
 
 def up(x):

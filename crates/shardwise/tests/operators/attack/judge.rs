@@ -88,14 +88,17 @@ pub(crate) fn check(
             if outputs.len() != wanted.len() {
                 return Some(format!("{} outputs, expected {}", outputs.len(), wanted.len()));
             }
+            let sums = |p: &Placement| matches!(p, Partial(ReduceOp::Sum | ReduceOp::Avg));
+            let sums = ranks > 1 && setting.placements.iter().flatten().any(sums);
             for (i, (found, wanted)) in outputs.iter().zip(wanted).enumerate() {
                 // Of 0 and -0 a reduction may give either.
-                if let Some(problem) = differs(found, wanted, call, call.seed + i as u64, ranks == 1) {
+                let accuracy = Accuracy { signed_zeros: ranks == 1, sums };
+                if let Some(problem) = differs(found, wanted, call, call.seed + i as u64, accuracy) {
                     return Some(format!("output {i}: {problem}"));
                 }
             }
             match (gradients, slopes) {
-                (Some(found), Some(wanted)) => compare_gradients(found, wanted, call),
+                (Some(found), Some(wanted)) => compare_gradients(found, wanted, call, sums),
                 (None, Some(_)) => Some("no gradient, but PyTorch has one".to_string()),
                 _ => None,
             }
@@ -103,10 +106,20 @@ pub(crate) fn check(
     }
 }
 
-fn compare_gradients(found: &[Option<Found>], wanted: &[Option<Expected>], call: &Call) -> Option<String> {
+/// How a result is compared.
+#[derive(Clone, Copy)]
+struct Accuracy {
+    /// Whether 0 and -0 are different.
+    signed_zeros: bool,
+    /// Whether operands are partial sums, whose terms are larger than their sum.
+    sums: bool,
+}
+
+fn compare_gradients(found: &[Option<Found>], wanted: &[Option<Expected>], call: &Call, sums: bool) -> Option<String> {
+    let accuracy = Accuracy { signed_zeros: false, sums };
     for (i, (found, wanted)) in found.iter().zip(wanted).enumerate() {
         let problem = match (found, wanted) {
-            (Some(found), Some(wanted)) => differs(found, wanted, call, call.seed + 100 + i as u64, false),
+            (Some(found), Some(wanted)) => differs(found, wanted, call, call.seed + 100 + i as u64, accuracy),
             (None, Some(wanted)) if wanted.values.iter().any(|v| number(v) != 0.0) => Some("is missing".to_string()),
             _ => None,
         };
@@ -206,7 +219,7 @@ fn brief(outcome: &Outcome) -> String {
 }
 
 /// What is wrong with a tensor, if anything is.
-fn differs(found: &Found, wanted: &Expected, call: &Call, seed: u64, signed_zeros: bool) -> Option<String> {
+fn differs(found: &Found, wanted: &Expected, call: &Call, seed: u64, accuracy: Accuracy) -> Option<String> {
     if found.dtype.as_str() != wanted.dtype || found.shape != wanted.shape {
         let (dtype, shape) = (found.dtype.as_str(), &found.shape);
         return Some(format!("{dtype} {shape:?}, expected {} {:?}", wanted.dtype, wanted.shape));
@@ -228,17 +241,19 @@ fn differs(found: &Found, wanted: &Expected, call: &Call, seed: u64, signed_zero
             }
         }
         Elements::Real(all) => {
-            let distances = wanted.distances.as_ref().expect("floating-point values have distances");
+            let partial = wanted.partial.as_ref().filter(|_| accuracy.sums);
+            let distances = partial.or(wanted.distances.as_ref()).expect("floating-point values have distances");
             for (k, &i) in at.iter().enumerate() {
                 let (value, distance) = (number(&wanted.values[k]), number(&distances[k]));
                 let own = wanted.own.get(&k.to_string()).map(number);
-                let exact = signed_zeros && value == 0.0 && distance == 0.0;
+                let exact = accuracy.signed_zeros && value == 0.0 && distance == 0.0;
                 if !near(all[i], value, distance, exact) && !own.is_some_and(|own| near(all[i], own, 0.0, false)) {
                     return Some(format!("{:?} at {i}, expected {value:?} up to {distance:e}", all[i]));
                 }
             }
             let total = wanted.total.as_ref().and_then(Value::as_array)?;
-            let (sum, distance) = (number(&total[0]), number(&total[1]));
+            let distance = total.get(3).filter(|_| accuracy.sums).unwrap_or(&total[1]);
+            let (sum, distance) = (number(&total[0]), number(distance));
             let infinite = all.iter().filter(|x| !x.is_finite()).count() as u64;
             if infinite == 0 && total[2].as_u64() == Some(0) {
                 let found: f64 = all.iter().sum();

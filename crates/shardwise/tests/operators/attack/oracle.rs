@@ -33,11 +33,14 @@ pub(crate) struct Expected {
     /// How far a value may be off; absent for integers, which are exact.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) distances: Option<Vec<Value>>,
+    /// The same where operands are partial sums; absent for exact values.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) partial: Option<Vec<Value>>,
     /// What PyTorch gives in the type of the call, by sample, where that is something else.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) own: BTreeMap<String, Value>,
-    /// Where not all positions are sampled: the sum of all values, how far it may be off and the number of values without
-    /// one; of integers the sum modulo 2^64.
+    /// Where not all positions are sampled: the sum of all values, how far it may be off, the number of values without
+    /// one, and how far it may be off where operands are partial sums; of integers the sum modulo 2^64.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) total: Option<Value>,
 }
