@@ -645,6 +645,23 @@ def exact_rest(own, rest):
     return run
 
 
+class Sloped(torch.autograd.Function):
+    """Elements with their slopes."""
+
+    @staticmethod
+    def forward(context, x, value, slope):
+        context.save_for_backward(slope)
+        return value
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * context.saved_tensors[0], None, None
+
+
+def sloped(f, slope):
+    return lambda x, a: Sloped.apply(x[0], f(x[0]).detach(), slope(x[0]).detach())
+
+
 def gelu_tanh(x, a):
     return x[0] * torch.sigmoid(math.sqrt(8 / math.pi) * (x[0] + 0.044715 * x[0] ** 3))
 
@@ -654,6 +671,8 @@ def gelu_tanh(x, a):
 ACCURATE = {
     "gelu": lambda x, a: 0.5 * x[0] * torch.erfc(-x[0] * math.sqrt(0.5)),
     "gelu_tanh": gelu_tanh,
+    "expm1": sloped(torch.expm1, torch.exp),
+    "sigmoid": sloped(torch.sigmoid, lambda x: torch.sigmoid(x) * torch.sigmoid(-x)),
     "fmod": exact_rest(torch.fmod, np.fmod),
     "remainder": exact_rest(torch.remainder, remainder),
     "div_floor": floor_of_quotient,

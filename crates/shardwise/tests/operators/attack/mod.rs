@@ -113,6 +113,7 @@ const MEANT: &[Meant] = &[
     meant("einsum", "output 0: f32 ", |call| types_meet(call) && is_empty(call), TYPES),
     meant("", "expected target dtype to be Long or Byte, but got Int", always, "classes are integers of any type"),
     meant("gather", "needed integers", is_empty, "an empty index is one of integers too"),
+    meant("embedding_bag", "argument #1 'weight' to have one of", always, "weights are of any type"),
     meant("rotary_embedding", "needed a number that usize holds", always, "positions count from 0"),
     meant("one_hot", "needed a number that usize holds", always, "the number of classes does not depend on elements"),
     meant(
