@@ -32,20 +32,15 @@ const TOLERANCE: f64 = 2e-4;
 const WEIGHTS_APART: f64 = 1e-5;
 const GRADIENTS_APART: f64 = 1e-6;
 
-/// Repeats all runs of a directory on a mesh and returns how many of them `parallelism` applies to (heads must divide
-/// evenly). Collective: every rank of the world calls it.
+/// Repeats all runs of a directory on a mesh and returns how many there are. Collective: every rank of the world calls it.
 pub fn follow_all(world: &World, directory: &Path, mesh: &Mesh, parallelism: &ParallelismConfig) -> Result<usize> {
     let ranks = world.device_mesh(mesh.clone())?;
-    let mut followed = 0;
-    for recorded in Recorded::all(directory) {
-        if let Some(plan) = recorded.plan(mesh, parallelism) {
-            let failed = |error| Error::other(format!("{} on {mesh}, {parallelism:?}: {error}", recorded.name));
-            recorded.follow(&ranks, &plan).map_err(failed)?;
-            followed += 1;
-        }
+    let all = Recorded::all(directory);
+    for recorded in &all {
+        let failed = |error| Error::other(format!("{} on {mesh}, {parallelism:?}: {error}", recorded.name));
+        recorded.follow(&ranks, &recorded.plan(mesh, parallelism)?).map_err(failed)?;
     }
-    assert!(followed > 0, "none of the runs in {} can be sharded over {mesh}", directory.display());
-    Ok(followed)
+    Ok(all.len())
 }
 
 impl Recorded {
@@ -86,18 +81,19 @@ impl Recorded {
         }
     }
 
-    /// The plan for this model on a mesh; none if its attention heads do not divide by the size of axis `tp`.
-    pub fn plan(&self, mesh: &Mesh, parallelism: &ParallelismConfig) -> Option<ShardingPlan> {
-        match parallelism.plan(&self.model, mesh) {
-            Ok(plan) => Some(plan),
-            Err(error) => {
-                // The one valid reason: attention heads that do not divide by the tensor-parallel size.
-                let (heads, key_heads) = self.model.heads();
-                let shared = mesh.axis("tp").map_or(1, |axis| mesh.shape()[axis]);
-                assert!(heads % shared != 0 || key_heads % shared != 0, "{error}");
-                None
-            }
-        }
+    /// The numbers of query heads and of key heads.
+    pub fn heads(&self) -> (usize, usize) {
+        self.model.heads()
+    }
+
+    /// The plan for this model on a mesh.
+    ///
+    /// # Errors
+    /// Those of [`ParallelismConfig::plan`]. Heads that do not divide by the size of axis `tp` are none: every model has a plan
+    /// on every mesh.
+    pub fn plan(&self, mesh: &Mesh, parallelism: &ParallelismConfig) -> Result<ShardingPlan> {
+        let failed = |error| Error::other(format!("no plan for {} on {mesh}, {parallelism:?}: {error}", self.name));
+        parallelism.plan(&self.model, mesh).map_err(failed)
     }
 
     /// Repeats the run with this plan and compares every step. Collective: every rank of the mesh calls it.

@@ -30,7 +30,7 @@ const CASES: &[Case] = &[
     ("fast_reductions", ANY, suites::fast_reductions),
     ("redistribution", ANY, suites::redistribution),
     ("remote_shards", ANY, suites::remote_shards),
-    ("recorded_training", &[4], suites::recorded_training),
+    ("recorded_training", &[2, 3, 4], suites::recorded_training),
     ("waiting", &[2], suites::waiting_is_measured),
     ("calls_that_do_not_fit", &[2, 4], agreed::calls_that_do_not_fit),
     ("disagreements", &[2, 3], agreed::disagreements),

@@ -148,21 +148,28 @@ pub(crate) fn redistribution() {
     assert!(checked >= 64 * 7, "{checked}");
 }
 
-/// The losses, gradients and weights that PyTorch recorded, on a mesh of data and tensor parallelism.
+/// The losses, gradients and weights that PyTorch recorded: on a mesh of data and tensor parallelism, and where ranks have no key
+/// head, with and without sequence parallelism.
 pub(crate) fn recorded_training() {
     let directory = vectors::directory().join("train");
+    let tensor_parallel = |sequence_parallel| ParallelismConfig {
+        data_parallel: DataParallelMode::Replicate,
+        tensor_parallel: true,
+        sequence_parallel,
+    };
+    let (axes, sequence): (&str, &[bool]) = match launched().expect("started by a launcher").size {
+        2 => ("tp=2", &[true]),
+        3 => ("tp=3", &[false, true]),
+        _ => ("dp=2,tp=2", &[false]),
+    };
     for settings in [in_rank_order(), in_rank_order().deterministic(false)] {
-        let directory = directory.clone();
-        let followed = on_all(&settings, move |world| {
-            let mesh: Mesh = "dp=2,tp=2".parse()?;
-            let parallelism = ParallelismConfig {
-                data_parallel: DataParallelMode::Replicate,
-                tensor_parallel: true,
-                sequence_parallel: false,
-            };
-            recorded_training::follow_all(&world, &directory, &mesh, &parallelism)
-        });
-        assert!(followed > 0);
+        for &sequence in sequence {
+            let (directory, mesh) = (directory.clone(), axes.parse::<Mesh>().expect("a mesh"));
+            let followed = on_all(&settings, move |world| {
+                recorded_training::follow_all(&world, &directory, &mesh, &tensor_parallel(sequence))
+            });
+            assert!(followed > 0);
+        }
     }
 }
 
