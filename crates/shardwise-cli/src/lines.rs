@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use shardwise::error::ErrorKind;
 use shardwise::prelude::*;
-use shardwise::read_file::open_file;
+use shardwise::read_file::read_bytes;
 
 /// The text of a file of at most so many bytes; `-` is standard input.
 pub(crate) fn read(path: &Path, most: u64) -> Result<String> {
@@ -14,12 +14,14 @@ pub(crate) fn read(path: &Path, most: u64) -> Result<String> {
         let (found, needed) = (format!("{}: {found}", path.display()), format!("UTF-8 text of at most {most} bytes"));
         ErrorKind::path(path).error("file", found, needed, "check the path and the contents of the file")
     };
-    let mut bytes = Vec::new();
     let read = match path == Path::new("-") {
-        true => std::io::stdin().take(most + 1).read_to_end(&mut bytes),
-        false => open_file(path).and_then(|file| file.take(most + 1).read_to_end(&mut bytes)),
+        true => {
+            let mut bytes = Vec::new();
+            std::io::stdin().take(most + 1).read_to_end(&mut bytes).map(|_| bytes)
+        }
+        false => read_bytes(path, most),
     };
-    read.map_err(|error| bad(error.to_string()))?;
+    let bytes = read.map_err(|error| bad(error.to_string()))?;
     if bytes.len() as u64 > most {
         return Err(bad("more bytes than that".into()));
     }

@@ -1,11 +1,11 @@
 //! The losses of a run by step, in a file of its output directory, from which a resumed run continues its curve.
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use shardwise::read_file::read_text;
+use shardwise::read_file::read_bytes;
 use shardwise::{Error, Result};
 
 use super::checkpoints::cannot_write;
@@ -36,8 +36,13 @@ const MOST_HISTORY_BYTES: u64 = 512 << 20;
 
 impl LossRecord {
     /// Reads the losses up to a step; none if there is no file, as in directories of earlier versions.
-    fn read(out: &Path, last: u64) -> LossRecord {
-        let text = read_text(out.join(HISTORY_FILE), MOST_HISTORY_BYTES).unwrap_or_default();
+    fn read(out: &Path, last: u64) -> Result<LossRecord> {
+        let path = out.join(HISTORY_FILE);
+        let bytes = match read_bytes(&path, MOST_HISTORY_BYTES) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+            read => read.map_err(|error| cannot_read(&path, &error))?,
+        };
+        let text = String::from_utf8_lossy(&bytes);
         let mut losses = LossRecord::default();
         // A line truncated by a crash belongs to a step after the latest checkpoint, so it can be ignored.
         for line in
@@ -46,8 +51,14 @@ impl LossRecord {
             losses.trained.extend(line.loss.map(|loss| (line.step, loss)));
             losses.held_out.extend(line.held_out_loss.map(|loss| (line.step, loss)));
         }
-        losses
+        Ok(losses)
     }
+}
+
+fn cannot_read(path: &Path, error: &std::io::Error) -> Error {
+    let found = format!("{}: {error}", path.display());
+    let (needed, fix) = ("the losses of the run that is resumed, or no file", "remove the file to resume without them");
+    shardwise::ErrorKind::path(path).error("output file", found, needed, fix)
 }
 
 /// The losses so far, and the file that they are appended to.
@@ -60,7 +71,7 @@ pub(super) struct LossHistory {
 impl LossHistory {
     /// Starts the history of a run, with that of the run it resumes from up to the step of the checkpoint.
     pub(super) fn begin(out: &Path, from: Option<&Path>, last: u64) -> Result<LossHistory> {
-        let losses = from.map_or_else(LossRecord::default, |from| LossRecord::read(from, last));
+        let losses = from.map_or_else(|| Ok(LossRecord::default()), |from| LossRecord::read(from, last))?;
         let path = out.join(HISTORY_FILE);
         let mut lines: Vec<HistoryLine> = Vec::new();
         lines.extend(losses.trained.iter().map(|&(step, loss)| HistoryLine {

@@ -160,7 +160,7 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     };
     if let Some(resumed) = &resumed {
         settings = settings.resuming(resumed.settings.clone());
-        let log = resumed.out().and_then(model_dir::log_of).filter(|_| settings.log.is_none());
+        let log = resumed.out().map(model_dir::log_of).transpose()?.flatten().filter(|_| settings.log.is_none());
         if let Some(log) = log {
             settings.log = continued_log(log, resumed, settings.out());
         }

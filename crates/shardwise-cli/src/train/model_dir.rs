@@ -80,20 +80,32 @@ fn log_from(directory: &Path, log: &Path) -> Result<PathBuf> {
     Ok(log.strip_prefix(&directory).map_or(log.clone(), Path::to_path_buf))
 }
 
-/// The log of the run that wrote a directory, if it had one.
-pub(super) fn log_of(directory: &Path) -> Option<PathBuf> {
+/// The log of the run that wrote a directory, if it had one. Fails if the configuration is there and cannot be read: the run would go
+/// on without its log.
+pub(super) fn log_of(directory: &Path) -> Result<Option<PathBuf>> {
     #[derive(Deserialize)]
     struct LogInfo {
         log: PathBuf,
     }
-    let text = read_text(directory.join(CONFIG), MOST_CONFIG_BYTES).ok()?;
-    let info: LogInfo = serde_json::from_str(&text).ok()?;
-    Some(directory.join(info.log))
+    let path = directory.join(CONFIG);
+    let text = match read_text(&path, MOST_CONFIG_BYTES) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        read => read.map_err(|error| -> Error {
+            let found = format!("{}: {error}", path.display());
+            let needed = "the configuration of the run that is resumed, or no file";
+            ErrorKind::path(&path).error("output directory", found, needed, "remove the file: resuming writes it again")
+        })?,
+    };
+    Ok(serde_json::from_str(&text).ok().map(|LogInfo { log }| directory.join(log)))
 }
 
-/// Writes an output file.
+/// Writes an output file. A pipe in its place would wait for a reader.
 pub(super) fn write(path: &Path, content: String) -> Result<()> {
-    std::fs::write(path, content).map_err(|error| cannot_write("output file", path, &error))
+    let written = match std::fs::metadata(path) {
+        Ok(found) if !found.is_file() => Err(std::io::Error::other("something that is not a file is in its place")),
+        _ => std::fs::write(path, content),
+    };
+    written.map_err(|error| cannot_write("output file", path, &error))
 }
 
 /// A trained model on disk.

@@ -1,7 +1,7 @@
 //! The lock of an output directory: two runs that write to one directory at the same time would mix their files.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Write};
+use std::io::Write;
 use std::path::Path;
 
 use shardwise::error::ErrorKind;
@@ -25,9 +25,10 @@ impl OutputLock {
         std::fs::create_dir_all(out).map_err(|error| cannot_write("output directory", out, &error))?;
         let path = out.join(LOCK_FILE);
         let mut open = OpenOptions::new();
+        // Nothing is read; a pipe that is opened for both waits for nobody.
         let opened = open.read(true).write(true).create(true).truncate(false).open(&path);
         let mut file = opened.map_err(|error| cannot_write("output directory", &path, &error))?;
-        let is_locked = lock(&mut file, out)?;
+        let is_locked = lock(&file, out)?;
         // Only names the holder in the error of another run.
         let _ = file.set_len(0).and_then(|()| write!(file, "{}", holder()));
         Ok(OutputLock { _locked: is_locked.then_some(file) })
@@ -37,14 +38,14 @@ impl OutputLock {
 /// Refuses a directory that another run has locked. Writes nothing.
 pub(super) fn check_unused(out: &Path) -> Result<()> {
     // Without a lock file, or where it cannot be opened, there is no run that could be disturbed, or `take` says why.
-    open_file(out.join(LOCK_FILE)).map_or(Ok(()), |mut file| lock(&mut file, out).map(drop))
+    open_file(out.join(LOCK_FILE)).map_or(Ok(()), |file| lock(&file, out).map(drop))
 }
 
 /// Locks a file; whether the file system has locks. Some of clusters have none, and runs there go on without.
-fn lock(file: &mut File, out: &Path) -> Result<bool> {
+fn lock(file: &File, out: &Path) -> Result<bool> {
     match file.try_lock() {
         Ok(()) => Ok(true),
-        Err(TryLockError::WouldBlock) => Err(in_use(out, file)),
+        Err(TryLockError::WouldBlock) => Err(in_use(out)),
         Err(TryLockError::Error(_)) => Ok(false),
     }
 }
@@ -58,9 +59,8 @@ fn holder() -> String {
     }
 }
 
-fn in_use(out: &Path, file: &mut File) -> Error {
-    let mut holder = String::new();
-    let _ = file.take(200).read_to_string(&mut holder);
+fn in_use(out: &Path) -> Error {
+    let holder = read_text(out.join(LOCK_FILE), 200).unwrap_or_default();
     let by = if holder.is_empty() { String::new() } else { format!(" ({holder})") };
     let found = format!("{}, which another run writes to{by}", out.display());
     let fix = "choose another --out, or wait until that run ends";

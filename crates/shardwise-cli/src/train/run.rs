@@ -323,7 +323,9 @@ impl<'a> RankRun<'a> {
                 let (Some(report), Some(path)) = (&report, &self.prepared.outputs.page) else { return Ok(()) };
                 let stored = serde_json::to_string(report).map_err(Error::other)?;
                 model_dir::write(&job.out.join(REPORT_FILE), stored)?;
-                model_dir::write(path, page(std::slice::from_ref(report), &[]))
+                // The page may go to a pipe.
+                let written = std::fs::write(path, page(std::slice::from_ref(report), &[]));
+                written.map_err(|error| checkpoints::cannot_write("report", path, &error))
             })
             .map(drop)
     }

@@ -1,7 +1,7 @@
 //! The numbers of a step that are logged and shown, and the file of the log.
 
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, BufWriter, Seek, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -94,10 +94,17 @@ fn drop_later_lines(path: &Path, last: u64) -> io::Result<()> {
     }
 }
 
+/// Longest line of a log: a rank has about 150 bytes of it.
+const MOST_LINE_BYTES: u64 = 16 << 20;
+
 fn for_each_line(path: &Path, mut body: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
     let mut lines = BufReader::new(open_file(path)?);
     let mut line = Vec::new();
-    while lines.read_until(b'\n', &mut line)? > 0 {
+    while (&mut lines).take(MOST_LINE_BYTES + 1).read_until(b'\n', &mut line)? > 0 {
+        if line.len() as u64 > MOST_LINE_BYTES {
+            let found = format!("more than {MOST_LINE_BYTES} bytes in one line, unlike a log");
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, found));
+        }
         body(&line)?;
         line.clear();
     }
@@ -118,11 +125,11 @@ fn keeps(line: &[u8], last: u64) -> bool {
 
 /// Ends the last line of a file, so that the next one does not continue it.
 fn end_last_line(path: &Path) -> io::Result<()> {
-    let mut file = File::options().read(true).append(true).open(path)?;
+    let mut file = open_file(path)?;
     let mut end = [b'\n'];
     if file.seek(io::SeekFrom::End(0))? > 0 {
         file.seek(io::SeekFrom::End(-1))?;
-        io::Read::read_exact(&mut file, &mut end)?;
+        file.read_exact(&mut end)?;
     }
-    if end == [b'\n'] { Ok(()) } else { file.write_all(b"\n") }
+    if end == [b'\n'] { Ok(()) } else { File::options().append(true).open(path)?.write_all(b"\n") }
 }

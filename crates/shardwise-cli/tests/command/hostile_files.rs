@@ -1,9 +1,10 @@
 //! Files in place of which there is a pipe, a device without an end, or gigabytes that are not there; and claims that would take a
 //! plan for ever.
 
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use crate::program::Place;
+use crate::program::{Place, TINY, succeeds};
 
 /// Runs the command with a limited address space and time. Calls fail before they read or compute; the machine may be busy.
 fn ended(arguments: &[&str]) -> Output {
@@ -60,5 +61,103 @@ fn a_plan_of_two_billion_heads_ends() {
         let said = [output.stdout, output.stderr].concat();
         let said = String::from_utf8_lossy(&said);
         assert!(output.status.success() || said.starts_with("error"), "{mesh}, {key_heads}: {said}");
+    }
+}
+
+/// Puts what is not a file, or cannot be read, into the place of a file.
+fn put(what: &str, path: &str) {
+    let _ = std::fs::remove_file(path);
+    match what {
+        "a pipe" => assert!(Command::new("mkfifo").arg(path).status().expect("mkfifo").success()),
+        "3 GB" => std::fs::File::create(path).unwrap().set_len(3 << 30).unwrap(),
+        "a device" => std::os::unix::fs::symlink("/dev/zero", path).unwrap(),
+        "a directory" => std::fs::create_dir(path).unwrap(),
+        // Root may read files without permission; nothing is mapped at address 0.
+        "unreadable" => std::os::unix::fs::symlink("/proc/self/mem", path).unwrap(),
+        _ => unreachable!("{what}"),
+    }
+}
+
+const HOSTILE: [&str; 5] = ["a pipe", "3 GB", "a device", "a directory", "unreadable"];
+
+/// Copies a directory.
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        match entry.file_type().unwrap().is_dir() {
+            true => copy(&entry.path(), &target),
+            false => drop(std::fs::copy(entry.path(), target).unwrap()),
+        }
+    }
+}
+
+#[test]
+fn a_resumed_run_refuses_hostile_files_in_its_directory() {
+    let place = Place::new("hostile-resume");
+    let out = place.at("out");
+    let log = format!("{out}/log.jsonl");
+    let (train, steps) = (["train", "--out", &out, "--log", &log], ["--steps", "4", "--save-every", "2"]);
+    succeeds(&[&train[..], &TINY, &steps].concat());
+    let kept = place.at("kept");
+    copy(Path::new(&out), Path::new(&kept));
+    let steps: [&str; 2] = ["checkpoints/step-00000002", "checkpoints/step-00000004"];
+    let in_both = |file: &str| steps.map(|step| format!("{step}/{file}")).to_vec();
+    let mut seen = 0;
+    for (files, whats) in [
+        (vec!["config.json".to_string()], &HOSTILE[..]),
+        (vec!["losses.jsonl".to_string()], &HOSTILE),
+        // A log may be a pipe that another program reads, or a device.
+        (vec!["log.jsonl".to_string()], &["3 GB", "a directory", "unreadable"]),
+        (in_both("manifest.json"), &HOSTILE),
+        (in_both("part-00000.safetensors"), &HOSTILE),
+    ] {
+        for what in whats {
+            std::fs::remove_dir_all(&out).unwrap();
+            copy(Path::new(&kept), Path::new(&out));
+            for file in &files {
+                put(what, &format!("{out}/{file}"));
+            }
+            let output = ended(&["train", "--out", &out, "--log", &log, "--resume", "--steps", "6"]);
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && output.status.code().is_some(), "{files:?}, {what}: {said}");
+            let last = said.lines().filter(|line| line.starts_with("error")).last().unwrap_or_default();
+            let name = files[0].rsplit('/').next().unwrap();
+            assert!(last.contains(name) || last.contains("checkpoint"), "{files:?}, {what}: {said}");
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 4 * HOSTILE.len() + 3);
+}
+
+#[test]
+fn a_log_whose_line_has_no_end_is_an_error() {
+    let place = Place::new("endless-line");
+    let (out, log) = (place.at("out"), place.at("log.jsonl"));
+    succeeds(&[&["train", "--out", &out, "--log", &log, "--steps", "2"], &TINY[..]].concat());
+    std::fs::File::options().write(true).open(&log).unwrap().set_len(3 << 30).unwrap();
+    let output = ended(&["train", "--out", &out, "--log", &log, "--resume", "--steps", "4"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains(&log) && said.contains("16777216 bytes in one line"), "{said}");
+}
+
+#[test]
+fn prompts_and_sentences_are_read_from_files_only() {
+    let place = Place::new("hostile-lines");
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shardwise/tests/conformance/data/models");
+    let (llama, bert) = (models.join("llama_gqa").display().to_string(), models.join("bert").display().to_string());
+    for what in HOSTILE {
+        let file = place.at("lines");
+        put(what, &file);
+        for arguments in [["generate", &llama, "--batch", &file].to_vec(), vec!["embed", &bert, &file]] {
+            let output = ended(&arguments);
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && output.status.code().is_some(), "{arguments:?}, {what}: {said}");
+            assert!(said.starts_with("error") && said.contains(&file), "{arguments:?}, {what}: {said}");
+        }
+        if what == "a directory" {
+            std::fs::remove_dir(&file).unwrap();
+        }
     }
 }
