@@ -123,6 +123,11 @@ impl Files {
         metadata.is_file().then_some(metadata.len())
     }
 
+    /// Whether there is anything of this name, also what is not a file and cannot be read.
+    pub(super) fn has(&self, name: &str) -> bool {
+        statat(&self.handle, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
     /// Reads a whole file of at most `most` bytes, such as an index or a manifest.
     ///
     /// # Errors

@@ -36,7 +36,7 @@ fn contents(files: &Files) -> Result<Contents> {
     let bad = |found: String, needed: &str| {
         ErrorKind::Damaged.error("safetensors checkpoint", found, needed, NOT_A_CHECKPOINT)
     };
-    let index = match files.single_file().is_none() && files.size(INDEX).is_some() {
+    let index = match files.single_file().is_none() && files.has(INDEX) {
         false => None,
         true => Some(read_weight_index(files, INDEX)?),
     };

@@ -105,7 +105,7 @@ impl CheckpointFormat for Native {
     }
 
     fn detect(&self, files: &Files) -> bool {
-        files.single_file().is_none() && files.size(MANIFEST).is_some()
+        files.single_file().is_none() && files.has(MANIFEST)
     }
 
     fn open(&self, files: &Files) -> Result<Contents> {

@@ -1,5 +1,5 @@
-//! Every reader of files meets pipes, devices, directories, files that claim gigabytes and missing files: it says what it found, at
-//! once and without memory for it. Tests run as root in many places, so files without permission are not among them.
+//! Every reader of files meets pipes, devices, directories, files that claim gigabytes, files that cannot be read and missing
+//! files: it says what it found, at once and without memory for it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,13 +7,14 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
+use shardwise::ErrorKind;
+use shardwise::checkpoint::{self, ConvertOptions, Format};
 use shardwise::comm::{CommLock, RankDump};
 use shardwise::data::read_documents;
 use shardwise::models::{self, PretrainedConfig, load_adapter, load_pooling, load_tokenizer};
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;
 use shardwise::text::Tokenizer;
-use shardwise::{ErrorKind, checkpoint};
 use shardwise_test_suites::own_process::is_alone;
 use shardwise_test_suites::process_memory::process_memory;
 use shardwise_test_suites::scratch::Scratch;
@@ -25,10 +26,13 @@ enum Found {
     EndlessDevice,
     Sparse,
     Directory,
+    /// A regular file that can be opened and not read, by root neither, who may read files without permission.
+    Unreadable,
     Nothing,
 }
 
-const ALL: [Found; 5] = [Found::Pipe, Found::EndlessDevice, Found::Sparse, Found::Directory, Found::Nothing];
+const ALL: [Found; 6] =
+    [Found::Pipe, Found::EndlessDevice, Found::Sparse, Found::Directory, Found::Unreadable, Found::Nothing];
 
 impl Found {
     fn put(self, path: &Path) {
@@ -38,12 +42,17 @@ impl Found {
             Found::EndlessDevice => std::os::unix::fs::symlink("/dev/zero", path).unwrap(),
             Found::Sparse => fs::File::create(path).unwrap().set_len(3 << 30).unwrap(),
             Found::Directory => fs::create_dir(path).unwrap(),
+            // Nothing is mapped at address 0.
+            Found::Unreadable => std::os::unix::fs::symlink("/proc/self/mem", path).unwrap(),
             Found::Nothing => {}
         }
     }
 }
 
 type Reader = fn(&Path) -> Result<()>;
+
+/// In place of data: a checkpoint of this library's format, which is written for the case.
+const NATIVE: &str = "native";
 
 /// A file of a directory, relative to the test data, and what reads it given the directory. Optional ones may be missing.
 struct Case {
@@ -69,6 +78,11 @@ fn cases() -> Vec<Case> {
             return Err(Error::other(entry.to_string()));
         }
         Ok(())
+    };
+    // Reads every tensor.
+    let tensors: Reader = |path| match checkpoint::verify(path, &|_| ()).problems.first() {
+        Some(problem) => Err(Error::other(problem.clone())),
+        None => Ok(()),
     };
     let weights: Reader = |path| {
         let path = path.to_path_buf();
@@ -101,6 +115,13 @@ fn cases() -> Vec<Case> {
         case(LLAMA, "1_Pooling", true, |path| load_pooling(path).map(drop)),
         case("data/adapters/llama_gqa", "adapter_config.json", false, adapter),
         case("data/adapters/llama_gqa", "adapter_model.safetensors", false, adapter),
+        // Without a manifest or an index a directory is one of plain files.
+        case(NATIVE, "manifest.json", true, catalog),
+        case(NATIVE, "part-00000.safetensors", false, tensors),
+        case("conformance/data/dcp/dtypes/checkpoint", ".metadata", false, catalog),
+        case("conformance/data/dcp/dtypes/checkpoint", "__0_0.distcp", false, tensors),
+        case("conformance/data/dcp/hf_plain/checkpoint", "model.safetensors.index.json", true, tensors),
+        case("conformance/data/dcp/hf_plain/checkpoint", "model-00002-of-00003.safetensors", false, tensors),
         case("", "model.safetensors.index.json", false, catalog),
         case("", ".metadata", false, catalog),
         case("", "model.gguf", false, |path| PretrainedConfig::read(path.join("model.gguf")).map(drop)),
@@ -129,7 +150,11 @@ fn readers_of_files_refuse_what_is_no_file_or_too_large() {
     for (number, case) in cases().iter().enumerate() {
         for found in ALL {
             let scratch = Scratch::new(&format!("file-readers-{number}-{found:?}"));
-            if !case.data.is_empty() {
+            if case.data == NATIVE {
+                let from = data("conformance/data/dcp/hf_plain/checkpoint");
+                let options = ConvertOptions::to(Format::Native);
+                checkpoint::convert(from, &scratch.0, &options, &|_| ()).unwrap();
+            } else if !case.data.is_empty() {
                 for entry in fs::read_dir(data(case.data)).unwrap() {
                     let from = entry.unwrap().path();
                     fs::copy(&from, scratch.0.join(from.file_name().unwrap())).unwrap();
@@ -164,6 +189,7 @@ fn what_is_no_file_is_named() {
         (Found::EndlessDevice, "a character device instead of a file"),
         (Found::Sparse, "3221225472 bytes"),
         (Found::Directory, "No such file"),
+        (Found::Unreadable, "Input/output error"),
         (Found::Nothing, "No such file"),
     ] {
         let path = scratch.0.join(format!("{found:?}.json"));
@@ -184,10 +210,17 @@ fn what_is_no_file_is_named() {
 fn files_are_opened_to_read_in_one_place() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     // Text that opens a file to read: spelled so that this test does not find itself.
-    let opens = ["File::open(", "fs::read(", "fs::read_to_string(", "openat("];
-    // A directory is opened to sync it after a save.
-    let known = ["shardwise/src/read_file.rs", "shardwise/src/checkpoint/directory.rs"];
-    let (mut seen, mut pending) = (0, vec![crates.join("shardwise/src"), crates.join("shardwise-cli/src")]);
+    let opens =
+        ["File::open(", "fs::read(", "fs::read_to_string(", "fs::copy(", "openat(", ".read(true)", "from_file("];
+    let known = [
+        "shardwise/src/read_file.rs",
+        // A directory is opened to sync it after a save.
+        "shardwise/src/checkpoint/directory.rs",
+        // A lock, of which nothing is read.
+        "shardwise-cli/src/train/output_lock.rs",
+    ];
+    let (mut seen, mut pending) =
+        (0, ["shardwise", "shardwise-cli", "shardwise-mpi"].map(|name| crates.join(name).join("src")).to_vec());
     while let Some(path) = pending.pop() {
         if path.is_dir() {
             pending.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));

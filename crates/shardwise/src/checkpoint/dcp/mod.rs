@@ -30,7 +30,7 @@ impl CheckpointFormat for Dcp {
     }
 
     fn detect(&self, files: &Files) -> bool {
-        files.single_file().is_none() && files.size(METADATA).is_some()
+        files.single_file().is_none() && files.has(METADATA)
     }
 
     fn open(&self, files: &Files) -> Result<Contents> {

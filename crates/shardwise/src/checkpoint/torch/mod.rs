@@ -41,7 +41,7 @@ impl CheckpointFormat for Torch {
     /// A single file that begins as an archive: what is wrong with one of them is then an error of this format.
     fn detect(&self, files: &Files) -> bool {
         files.single_file().is_some_and(|name| is_archive(files, name))
-            || [INDEX, SINGLE].iter().any(|name| files.size(name).is_some())
+            || [INDEX, SINGLE].iter().any(|name| files.has(name))
     }
 
     /// Nested dicts and lists become dotted keys, as in a DCP checkpoint.
@@ -49,7 +49,7 @@ impl CheckpointFormat for Torch {
         if let Some(name) = files.single_file() {
             return contents(files, name);
         }
-        if files.size(INDEX).is_none() {
+        if !files.has(INDEX) {
             return contents(files, SINGLE);
         }
         let index = read_weight_index(files, INDEX)?;
