@@ -35,8 +35,8 @@ enum PlanName {
 }
 
 /// Weights that tensor parallelism shards on their output features (column-wise), by the component of the name before `weight`
-/// or `bias`: names of Hugging Face, then of this library, then of GPT-2.
-const BY_COLUMNS: [&str; 15] = [
+/// or `bias`: names of Hugging Face, then of this library, of GPT-2, GPT-NeoX, Phi-3 and Mixtral's experts.
+const BY_COLUMNS: [&str; 25] = [
     "q_proj",
     "k_proj",
     "v_proj",
@@ -52,9 +52,23 @@ const BY_COLUMNS: [&str; 15] = [
     "tokens",
     "head",
     "wte",
+    "c_attn",
+    "c_fc",
+    "query_key_value",
+    "dense_h_to_4h",
+    "embed_in",
+    "embed_out",
+    "qkv_proj",
+    "gate_up_proj",
+    "w1",
+    "w3",
 ];
 /// Weights that tensor parallelism shards on their input features (row-wise).
-const BY_ROWS: [&str; 4] = ["o_proj", "down_proj", "output", "down"];
+const BY_ROWS: [&str; 7] = ["o_proj", "down_proj", "output", "down", "c_proj", "dense_4h_to_h", "w2"];
+/// Weights of GPT-2, which its files may store transposed: `[in, out]`.
+const MAY_BE_TRANSPOSED: [&str; 3] = ["c_attn", "c_fc", "c_proj"];
+/// Stacked weights of experts, `[experts, out, in]`, with the dimension of the features inside an expert.
+const EXPERT_STACKS: [(&str, usize); 5] = [("gate", 1), ("up", 1), ("down", 2), ("gate_up_proj", 1), ("down_proj", 2)];
 
 /// The layout of each tensor, by name and shape.
 pub(super) struct CheckpointLayouts {
@@ -118,13 +132,25 @@ impl CheckpointLayouts {
 /// elements, such as `up.weight.exp_avg`: a run keeps that in the layout of the weight.
 fn tensor_parallel_dim(key: &str, shape: &[usize]) -> Option<usize> {
     let components: Vec<&str> = key.split('.').collect();
+    if let [.., "experts", stack] | [.., "experts", stack, _] = components[..]
+        && let Some((_, dim)) = EXPERT_STACKS.iter().find(|(name, _)| *name == stack)
+    {
+        // The weight of a single expert has two dimensions, Adafactor's sums have other ones.
+        return Some(*dim).filter(|_| shape.len() == 3 && !key.ends_with("_var"));
+    }
     let (module, kind) = match components[..] {
         // Adafactor's sums over rows and columns have other shapes than the weight.
         [.., "weight" | "bias", "row_var" | "col_var"] => return None,
         [.., module, kind @ ("weight" | "bias"), _] | [.., module, kind] => (module, kind),
         _ => return None,
     };
+    // The larger dimension of a transposed weight is the other one. Of equal ones it may be either: the bytes are the same.
+    let is_transposed =
+        |by_rows: bool| MAY_BE_TRANSPOSED.contains(&module) && shape.len() == 2 && (shape[0] > shape[1]) == by_rows;
     match kind {
+        "weight" if BY_COLUMNS.contains(&module) && is_transposed(false) => Some(1),
+        "weight" if BY_ROWS.contains(&module) && is_transposed(true) => Some(0),
+        "weight" if components.ends_with(&["attention", "dense", kind]) => Some(1),
         "weight" | "bias" if BY_COLUMNS.contains(&module) && !shape.is_empty() => Some(0),
         "weight" if BY_ROWS.contains(&module) && shape.len() > 1 => Some(1),
         _ => None,
@@ -136,8 +162,8 @@ mod tests {
     use super::tensor_parallel_dim;
 
     #[test]
-    fn optimizer_state_is_sharded_like_its_weight() {
-        let cases: [(&str, &[usize], Option<usize>); 8] = [
+    fn weights_and_their_optimizer_state_are_sharded_by_name() {
+        let cases: [(&str, &[usize], Option<usize>); 24] = [
             ("blocks.0.mlp.up.weight", &[8, 4], Some(0)),
             ("optimizer.blocks.0.mlp.up.weight.exp_avg", &[8, 4], Some(0)),
             ("optimizer.blocks.0.mlp.up.bias.exp_avg_sq", &[8], Some(0)),
@@ -146,6 +172,22 @@ mod tests {
             ("optimizer.blocks.0.mlp.up.weight.step", &[], None),
             ("optimizer.blocks.0.mlp.up.weight.col_var", &[1, 4], None),
             ("weight", &[8, 4], None),
+            ("h.0.attn.c_attn.weight", &[4, 12], Some(1)),
+            ("h.0.attn.c_attn.weight", &[12, 4], Some(0)),
+            ("h.0.attn.c_attn.bias", &[12], Some(0)),
+            ("h.0.mlp.c_fc.weight", &[4, 16], Some(1)),
+            ("h.0.mlp.c_fc.weight.exp_avg", &[16, 4], Some(0)),
+            ("h.0.mlp.c_proj.weight", &[16, 4], Some(0)),
+            ("h.0.mlp.c_proj.weight", &[4, 16], Some(1)),
+            ("h.0.mlp.c_proj.bias", &[4], None),
+            ("gpt_neox.layers.0.attention.query_key_value.weight", &[12, 4], Some(0)),
+            ("gpt_neox.layers.0.attention.dense.weight", &[4, 4], Some(1)),
+            ("gpt_neox.layers.0.mlp.dense_4h_to_h.weight", &[4, 16], Some(1)),
+            ("model.layers.0.block_sparse_moe.experts.3.w1.weight", &[8, 4], Some(0)),
+            ("model.layers.0.block_sparse_moe.experts.3.w2.weight", &[4, 8], Some(1)),
+            ("blocks.0.experts.experts.up.exp_avg", &[3, 8, 4], Some(1)),
+            ("blocks.0.experts.experts.down", &[3, 4, 8], Some(2)),
+            ("blocks.0.experts.experts.down.col_var", &[3, 1, 8], None),
         ];
         for (key, shape, dim) in cases {
             assert_eq!(tensor_parallel_dim(key, shape), dim, "{key}");

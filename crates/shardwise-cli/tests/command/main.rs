@@ -2,6 +2,7 @@
 
 mod bench;
 mod ckpt;
+mod ckpt_layouts;
 mod fine_tuning;
 mod generate;
 mod gguf;
