@@ -1,5 +1,6 @@
 //! Checkpoints: formats, ranks, damage, crashes, memory.
 
+mod archive_flips;
 mod checkpoint;
 mod checkpoint_corruption;
 mod checkpoint_crash;
