@@ -36,13 +36,9 @@ impl Assembly {
     /// If the kernels do not support the element type or memory does not suffice.
     pub fn new(meta: TensorMeta) -> Result<Self> {
         let memory = UninitBuffer::new(meta.dtype, meta.elem_count())?;
-        let mut strides = vec![1usize; meta.shape.len()];
-        for dim in (1..strides.len()).rev() {
-            strides[dim - 1] = strides[dim].saturating_mul(meta.shape[dim]);
-        }
         Ok(Assembly {
+            strides: row_major(&meta.shape),
             meta,
-            strides,
             first: memory.first(),
             memory: Mutex::new(Some(memory)),
             finished: OnceLock::new(),
@@ -67,19 +63,37 @@ impl Assembly {
         unsafe { self.paste_by(copy_block, block, offsets) };
     }
 
+    /// Copies `block`, of any strides, in row-major order to the elements from `from` on, whatever the shape of this tensor.
+    ///
+    /// # Safety
+    /// As for [`paste`](Self::paste), of the range of elements that begins at `from`.
+    pub unsafe fn paste_flat(&self, block: &Tensor, from: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_to(copy_block, block, from, &row_major(block.dims())) };
+    }
+
     /// Copies `block` with one of the functions of `strided_copy`.
     ///
     /// # Safety
     /// As for [`paste`](Self::paste).
     unsafe fn paste_by(&self, copy: CopyBlock, block: &Tensor, offsets: &[usize]) {
+        let start: usize = offsets.iter().zip(&self.strides).map(|(o, s)| o * s).sum();
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_to(copy, block, start, &self.strides) };
+    }
+
+    /// Copies `block` to the elements of these strides from `start` on.
+    ///
+    /// # Safety
+    /// As for [`paste`](Self::paste), of these elements.
+    unsafe fn copy_to(&self, copy: CopyBlock, block: &Tensor, start: usize, strides: &[usize]) {
         if block.elem_count() == 0 {
             return;
         }
         let elem = self.meta.dtype.size_in_bytes();
-        let start: usize = offsets.iter().zip(&self.strides).map(|(o, s)| o * s).sum();
         with_first_element(block, |src, src_strides| {
             // SAFETY: the source is a live tensor; the destination is inside the reserved buffer because the block fits.
-            unsafe { copy(src, src_strides, self.first.add(start * elem), &self.strides, block.dims(), elem) };
+            unsafe { copy(src, src_strides, self.first.add(start * elem), strides, block.dims(), elem) };
         });
     }
 
@@ -105,6 +119,15 @@ impl Assembly {
         };
         self.finished.get_or_init(finish).clone()
     }
+}
+
+/// The strides of a contiguous tensor.
+fn row_major(shape: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1usize; shape.len()];
+    for dim in (1..strides.len()).rev() {
+        strides[dim - 1] = strides[dim].saturating_mul(shape[dim]);
+    }
+    strides
 }
 
 /// Returns the tensor with its elements in row-major order in memory; without a copy if they already are.

@@ -8,7 +8,7 @@ use super::boxes::{BoxTransfer, SourceBoxes};
 use crate::comm::{Call, Group};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use shardwise_kernels::{Assembly, concat, contiguous, placeholder};
+use shardwise_kernels::{Assembly, placeholder};
 
 /// One rank's part of an exchange of boxes within a group.
 #[derive(Clone)]
@@ -128,7 +128,7 @@ impl BoxExchange {
         Ok(unsafe { whole.finish() })
     }
 
-    /// The tensor sent to one rank: a view if it is one block, else all blocks flattened and concatenated.
+    /// The tensor sent to one rank: a view if it is one block, else all blocks one after the other.
     fn pack(&self, source: BlockSource<'_>, transfers: &[BoxTransfer]) -> Result<Tensor> {
         let meta = TensorMeta { shape: packed_shape(transfers), dtype: self.dtype };
         if self.group.is_dry() || transfers.is_empty() {
@@ -138,8 +138,17 @@ impl BoxExchange {
         if let [single] = transfers {
             return block(single);
         }
-        let flat = transfers.iter().map(|t| Ok(contiguous(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
-        Ok(concat(&flat, 0)?)
+        let packed = Assembly::new(meta)?;
+        let mut from = 0;
+        for transfer in transfers {
+            let block = block(transfer)?;
+            assert!(block.dims() == transfer.sizes && block.dtype() == self.dtype, "the block that was asked for");
+            // SAFETY: one thread; the tensor has the type of the blocks and as many elements as all of them together.
+            unsafe { packed.paste_flat(&block, from) };
+            from += block.elem_count();
+        }
+        // SAFETY: the blocks fill the tensor.
+        Ok(unsafe { packed.finish() })
     }
 }
 

@@ -18,6 +18,13 @@ const DTYPE: DType = DType::F32;
 /// What a call allocates apart from tensors, such as the list of boxes of an exchange; far below the smallest shard.
 const OVERHEAD: usize = 24 << 10;
 
+/// The most that any rank may hold, source included, in proportion to its source and its result, whatever the plan: once more as much for
+/// blocks on their way.
+const MOST_TIMES: usize = 2;
+
+/// Shorter runs of elements are copied before they are reduced.
+const SHORT_RUN: usize = 256;
+
 fn bytes(layout: &Layout, rank: usize) -> usize {
     layout.local_shape(rank).iter().product::<usize>() * DTYPE.size_in_bytes()
 }
@@ -29,12 +36,18 @@ fn arithmetic(plan: &RedistributePlan, rank: usize) -> usize {
     let (mut peak, mut held, mut lent) = (0, 0, 0);
     for step in written_steps(plan) {
         let (before, after) = (bytes(&step.before, rank), bytes(&step.after, rank));
-        let (packed, created) = match step.kind {
+        let (packed, created) = match &step.kind {
             RedistributeStepKind::Relabel => (0, 0),
             // A rank with several blocks for another one sends them as one tensor. Nothing is packed twice.
             RedistributeStepKind::ExchangeBoxes { .. } => (before, after),
             // Ranges along two dimensions are taken one dimension after the other.
             RedistributeStepKind::Narrow if runs(&step.before, &step.after, rank) > 1 => (before / 2, after),
+            // Where the terms of a result are short runs, a rank copies all of them together before it adds them.
+            RedistributeStepKind::ReduceScatter { axes, dim, .. }
+                if step.after.local_shape(rank)[*dim..].iter().product::<usize>() < SHORT_RUN =>
+            {
+                (axes.iter().map(|&axis| step.after.mesh().shape()[axis]).product::<usize>() * after, after)
+            }
             _ => (0, after),
         };
         peak = peak.max(held + lent + packed + created);
@@ -110,7 +123,8 @@ fn measure(world: &World, mesh: &[usize], shape: [usize; 2], kinds: &[&str]) -> 
             // Apart from what is packed, no step holds more than one of both ends.
             let most = written_steps(&plan).map(|step| bytes(&step.after, rank)).max().unwrap_or(0);
             let steps = plan.steps().iter().map(|step| step.to_string()).collect::<Vec<_>>().join("; ");
-            let failure = (peak > bound + OVERHEAD || most > before.max(after)).then(|| {
+            let is_much = before + peak > MOST_TIMES * (before + after) + OVERHEAD;
+            let failure = (is_much || peak > bound + OVERHEAD || most > before.max(after)).then(|| {
                 format!(
                     "rank {rank}, {from_name} to {to_name}: a peak of {peak} bytes above the source of {before}; the steps \
                      need {bound}, the result is {after} ({steps})"
@@ -147,12 +161,17 @@ fn worst(mesh: &'static [usize], shape: [usize; 2], kinds: &'static [&'static st
     all
 }
 
+/// A placement in a column of the table: of ragged sizes the first.
+fn short(kind: &str) -> String {
+    kind.split_once(',').filter(|_| kind.contains(';')).map_or(kind.to_string(), |(start, _)| format!("{start},"))
+}
+
 fn print_table(all: &[Measured], kinds: &[&str]) {
     let ratios: BTreeMap<(&str, &str), f64> = all.iter().map(|m| ((m.from.as_str(), m.to.as_str()), m.ratio)).collect();
-    let line = |name: &str, cells: Vec<String>| println!("{name:>10} {}", cells.join(" "));
-    line("from, to", kinds.iter().map(|kind| format!("{kind:>8}")).collect());
+    let line = |name: &str, cells: Vec<String>| println!("{name:>21} {}", cells.join(" "));
+    line("from, to", kinds.iter().map(|kind| format!("{:>10}", short(kind))).collect());
     for from in kinds {
-        line(from, kinds.iter().map(|to| format!("{:>8.2}", ratios[&(*from, *to)])).collect());
+        line(from, kinds.iter().map(|to| format!("{:>10.2}", ratios[&(*from, *to)])).collect());
     }
 }
 
@@ -161,8 +180,22 @@ fn all_pairs_of_placements_on_four_ranks_stay_within_their_bytes() {
     if !is_alone(module_path!(), "all_pairs_of_placements_on_four_ranks_stay_within_their_bytes") {
         return;
     }
-    const ONE_AXIS: &[&str] =
-        &["R", "S(0)", "S(1)", "SS(0,2)", "SS(1,4)", "BC(0,16)", "BC(1,8)", "P(sum)", "P(max)", "P(avg)"];
+    const ONE_AXIS: &[&str] = &[
+        "R",
+        "S(0)",
+        "S(1)",
+        "S(0;60,200,0,252)",
+        "S(1;512,1024,300,212)",
+        "SS(0,2)",
+        "SS(1,4)",
+        "BC(0,16)",
+        "BC(1,8)",
+        "P(sum)",
+        "P(max)",
+        "P(min)",
+        "P(product)",
+        "P(avg)",
+    ];
     let all = worst(&[4], [512, 2048], ONE_AXIS);
     print_table(&all, ONE_AXIS);
     for measured in &all {
