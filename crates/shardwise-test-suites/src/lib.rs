@@ -7,7 +7,7 @@
 //!
 //! Test data: [`values`] and [`parameters`] for tensors with known elements, [`vectors`] for the vectors recorded from
 //! PyTorch, [`torch_ops`] for the table of operators that most of them name, and [`torch_calls`] for PyTorch's operators in PyTorch's
-//! own call form. [`counting`] counts the collectives of a rank.
+//! own call form. [`counting`] counts the collectives of a rank, and [`refusals`] runs programs that must fail at once.
 
 pub mod collectives;
 pub mod counted_memory;
@@ -22,6 +22,7 @@ pub mod process_memory;
 pub mod public_models;
 pub mod recorded_graph;
 pub mod recorded_training;
+pub mod refusals;
 pub mod remote_shards;
 pub mod scratch;
 pub mod settings;

@@ -8,7 +8,7 @@ use super::{OpEntry, SampleInput, dtype};
 use crate::comm::record_implicit_operator;
 use crate::error::Result;
 use crate::placement::Placement;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, check_whole};
 
 impl DTensor {
     /// Divides by the norm of order `p` along a dimension, which counts as at least `eps`.
@@ -68,6 +68,8 @@ impl DTensor {
             return Err(self.bad_dims("pdist", &[], "a matrix"));
         }
         let n = self.shape()[0];
+        // The list of pairs, which every rank has.
+        check_whole(&[n, n.saturating_sub(1)], DType::I64)?;
         let pairs: Vec<(i64, i64)> = (0..n as i64).flat_map(|i| (i + 1..n as i64).map(move |j| (i, j))).collect();
         let (left, right): (Vec<i64>, Vec<i64>) = pairs.into_iter().unzip();
         let (x, site) = (self.without_partials("pdist", &[])?, Location::caller());

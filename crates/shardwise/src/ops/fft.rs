@@ -44,6 +44,11 @@ impl Direction {
     }
 }
 
+/// The size of a result as a list; one beyond any tensor must not become -1, the size of the input.
+fn one_size(n: usize) -> Vec<isize> {
+    vec![isize::try_from(n).unwrap_or(isize::MAX)]
+}
+
 impl DTensor {
     /// Returns the inverse of `rfft` along a dimension: this tensor is the half of a Hermitian spectrum, with imaginary parts of zero, of
     /// a real signal of `n` points; `None` is twice the size less two.
@@ -52,7 +57,7 @@ impl DTensor {
     #[doc(alias = "fft.irfft")]
     #[track_caller]
     pub fn fft_irfft(&self, n: Option<usize>, dim: isize, norm: FftNorm) -> Result<DTensor> {
-        let s = n.map(|n| vec![n as isize]);
+        let s = n.map(one_size);
         self.real_result("fft_irfft", s.as_deref(), Some(&[dim]), norm, Direction::Inverse)
     }
 
@@ -63,7 +68,7 @@ impl DTensor {
     #[doc(alias = "fft.hfft")]
     #[track_caller]
     pub fn fft_hfft(&self, n: Option<usize>, dim: isize, norm: FftNorm) -> Result<DTensor> {
-        let s = n.map(|n| vec![n as isize]);
+        let s = n.map(one_size);
         self.real_result("fft_hfft", s.as_deref(), Some(&[dim]), norm, Direction::Forward)
     }
 

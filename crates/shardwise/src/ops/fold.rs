@@ -6,7 +6,7 @@ use super::arrange::signed;
 use super::windows::per_dim;
 use super::{InterpolateOptions, OpEntry, PerDim, SampleInput};
 use crate::error::{ErrorKind, Result};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, check_whole};
 
 impl DTensor {
     /// Adds columns `[n, channels * window, windows]`, or without `n`, to the places of their windows in images of `output_size`:
@@ -30,9 +30,10 @@ impl DTensor {
             let n = per_dim(output_size, s, 1);
             let (size, stride) = (per_dim(kernel_size, s, 1), per_dim(stride, s, 1).max(1));
             let (dilation, padding) = (per_dim(dilation, s, 1), per_dim(padding, s, 0));
-            let room = (n + 2 * padding).checked_sub(dilation * (size.max(1) - 1) + 1).filter(|_| size > 0)?;
+            let padded = padding.checked_mul(2)?.checked_add(n)?;
+            let span = dilation.checked_mul(size.checked_sub(1)?)?.checked_add(1)?;
             let place = move |window: usize, i: usize| window * stride + i * dilation;
-            Some((n, padding, size, room / stride + 1, place))
+            Some(((n, padded), padding, size, padded.checked_sub(span)? / stride + 1, place))
         };
         let wrong = || {
             let found = format!("windows of {kernel_size:?} for {output_size:?} in col2im of {}", self.layout());
@@ -43,12 +44,18 @@ impl DTensor {
         let ((height, top, rows, down, y), (width, left, columns, across, x)) = (tall, wide);
         let n = self.ndim();
         let fits = (n == 2 || n == 3)
-            && self.shape()[n - 2].is_multiple_of(rows * columns)
-            && self.shape()[n - 1] == down * across;
+            && rows.checked_mul(columns).is_some_and(|window| self.shape()[n - 2].is_multiple_of(window))
+            && down.checked_mul(across) == Some(self.shape()[n - 1]);
         if !fits {
             return Err(wrong());
         }
-        let padded = (height + 2 * top, width + 2 * left);
+        let ((height, width), padded) = ((height.0, width.0), (height.1, width.1));
+        let channels = self.shape()[n - 2] / (rows * columns);
+        let lead = [&self.shape()[..n - 2], &[channels][..]].concat();
+        // Of no channels there are as many columns as anybody wants.
+        check_whole(&[rows * columns, down * across], DType::I64)?;
+        let images: Vec<usize> = lead.iter().map(|&count| count.max(1)).chain([padded.0, padded.1]).collect();
+        check_whole(&images, self.dtype())?;
         let mut places = Vec::with_capacity(rows * columns * down * across);
         for element in 0..rows * columns {
             for window in 0..down * across {
@@ -56,8 +63,6 @@ impl DTensor {
                 places.push((i * padded.1 + j) as i64);
             }
         }
-        let channels = self.shape()[n - 2] / (rows * columns);
-        let lead = [&self.shape()[..n - 2], &[channels][..]].concat();
         let flat = self.reshape(&[signed(&lead), vec![places.len() as isize]].concat())?;
         let zeros = Tensor::zeros([lead.as_slice(), &[padded.0 * padded.1]].concat(), self.dtype(), &Device::Cpu)?;
         let places = self.constant(&Tensor::from_vec(places.clone(), places.len(), &Device::Cpu)?)?;

@@ -10,7 +10,7 @@ use super::{OpEntry, SampleInput, dtype};
 use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::placement::Placement;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, check_whole};
 
 /// Options of [`gaussian_nll_loss`](DTensor::gaussian_nll_loss) and [`poisson_nll_loss`](DTensor::poisson_nll_loss).
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -385,7 +385,10 @@ impl DTensor {
             && input_lengths.iter().all(|&t| t <= self.shape()[0])
             && options.blank < self.shape()[2]
             && match targets.ndim() {
-                1 => targets.shape()[0] == target_lengths.iter().sum::<usize>(),
+                1 => {
+                    targets.shape()[0]
+                        == target_lengths.iter().fold(0, |sum: usize, &length| sum.saturating_add(length))
+                }
                 2 => targets.shape()[0] == n && longest <= targets.shape()[1],
                 _ => false,
             };
@@ -428,6 +431,8 @@ impl DTensor {
         let (steps, n) = (self.shape()[0], input_lengths.len());
         let longest = target_lengths.iter().copied().max().unwrap_or(0);
         let states = 2 * longest + 1;
+        // One long target among many rows.
+        check_whole(&[steps.max(1), n, states], DType::I64)?;
         let host = match targets.is_readable() {
             false => vec![0; targets.elem_count()],
             true => targets.detach().full_tensor()?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?,

@@ -1,33 +1,13 @@
 //! Sizes beyond any memory are typed errors on every rank: nothing aborts, overflows or runs forever.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::{ConvOptions, FftNorm, InterpolateOptions, PadMode};
+use shardwise::ops::ConvOptions;
 use shardwise::prelude::*;
 use shardwise::tensor::{Linspace, Logspace};
-
-/// Longer than any rejection takes on a busy machine, and far shorter than filling the requested tensor.
-const AT_ONCE: Duration = Duration::from_secs(20);
-
-/// Runs a program that must fail on both ranks, and returns the two error texts.
-fn refused(program: impl Fn(&DeviceMesh) -> Result<DTensor> + Send + Sync + 'static) -> Vec<String> {
-    let begun = Instant::now();
-    let run = move |world: World| {
-        let mesh = world.mesh([("a", 2)])?;
-        let error = program(&mesh).expect_err("too large").to_string();
-        // Every rank is still there, and the world still works.
-        world.barrier()?;
-        Ok(error)
-    };
-    let texts = ThreadWorld::new(2).unwrap().deadline(AT_ONCE).run(run).unwrap();
-    assert!(begun.elapsed() < AT_ONCE, "{:?}: {texts:?}", begun.elapsed());
-    assert!(texts.iter().all(|text| text.starts_with("invalid ") && text.contains("needed")), "{texts:?}");
-    texts
-}
-
-const VAST: usize = 1_000_000_000_000;
+use shardwise_test_suites::refusals::{AT_ONCE, VAST, refused};
 
 #[test]
 fn factories_reject_sizes_beyond_memory() {
@@ -56,6 +36,10 @@ fn factories_reject_sizes_beyond_memory() {
         let place = of.clone();
         refused(move |mesh| DTensor::eye((10_000_000, 10_000_000), DType::U8, mesh, place()));
         let place = of.clone();
+        refused(move |mesh| DTensor::tril_indices((VAST, VAST), 0, mesh, place()));
+        let place = of.clone();
+        refused(move |mesh| DTensor::triu_indices((usize::MAX, usize::MAX), isize::MIN, mesh, place()));
+        let place = of.clone();
         refused(move |mesh| DTensor::from_fn((VAST, DType::F32), mesh, place(), |_| 0.0));
         let place = of.clone();
         refused(move |mesh| DTensor::zeros(VAST, DType::F32, mesh, place()));
@@ -83,7 +67,6 @@ fn operators_reject_results_beyond_memory() {
         refused(move |mesh| ids(mesh)?.repeat(&[border]));
         refused(move |mesh| ids(mesh)?.repeat(&[border, border]));
         refused(move |mesh| ids(mesh)?.repeat_interleave(border, 0));
-        refused(move |mesh| ids(mesh)?.unsqueeze(0)?.expand(&[(border >> 1) as isize, 4])?.contiguous_sum());
         refused(move |mesh| ids(mesh)?.narrow(0, border, border));
         refused(move |mesh| ids(mesh)?.narrow(0, 1, border));
     }
@@ -93,114 +76,6 @@ fn operators_reject_results_beyond_memory() {
         let x = DTensor::zeros((1 << 20, 1), DType::F32, mesh, [Shard(0)])?;
         x.mul(&DTensor::zeros((1, 1 << 24), DType::F32, mesh, [Replicate])?)
     });
-}
-
-/// Every operator whose result is not bounded by its inputs, or whose table of the result is not.
-#[test]
-fn operators_that_enlarge_check_sizes_first() {
-    // A vector that is small by itself, and whose pairs of elements are too many.
-    fn long(x: &DTensor) -> Result<DTensor> {
-        DTensor::zeros(1 << 22, DType::I64, x.device_mesh(), [Shard(0)])
-    }
-    type Enlarging = (&'static str, fn(&DTensor, usize) -> Result<DTensor>);
-    const ALL: &[Enlarging] = &[
-        ("repeat", |x, n| x.repeat(&[n])),
-        ("tile", |x, n| x.tile(&[n, n])),
-        ("repeat_interleave", |x, n| x.repeat_interleave(n, 0)),
-        ("repeat_interleave_each", |x, n| x.repeat_interleave_each(&x.clamp_min((n >> 1) as i64)?, 0)),
-        ("combinations", |x, n| x.combinations(n, true)),
-        ("combinations without replacement", |x, _| x.repeat(&[50])?.combinations(100, false)),
-        ("cartesian_prod", |x, _| {
-            let vector = long(x)?;
-            DTensor::cartesian_prod(&[&vector, &vector, &vector, &vector])
-        }),
-        ("meshgrid", |x, _| {
-            let vector = long(x)?;
-            DTensor::meshgrid(&[&vector, &vector, &vector], false)?.swap_remove(0).contiguous_sum()
-        }),
-        ("kron", |x, _| {
-            let vector = long(x)?;
-            vector.kron(&vector)
-        }),
-        ("outer", |x, _| {
-            let vector = long(x)?;
-            vector.outer(&vector)
-        }),
-        ("cdist", |x, _| {
-            let column = long(x)?.to_dtype(DType::F32)?.unsqueeze(1)?;
-            column.cdist(&column, 2.0)
-        }),
-        // Padding of which there are as many windows, also of no images.
-        ("im2col", |x, n| {
-            let images = x.to_dtype(DType::F32)?.reshape(&[1, 1, 2, 2])?.narrow(0, 0, 0)?;
-            images.im2col(&[1], &[1], &[n >> 1], &[1])
-        }),
-        ("fft_hfftn", |x, n| {
-            let sizes: &[isize] = &[(n >> 1) as isize, 3];
-            x.to_dtype(DType::F32)?.reshape(&[2, 2])?.fft_hfftn(Some(sizes), None, FftNorm::Backward)
-        }),
-        ("unfold", |x, _| long(x)?.unfold(0, 1 << 21, 1)),
-        ("diag_embed", |x, n| x.diag_embed((n >> 1) as isize, [0, 1])),
-        ("diagflat", |x, n| x.diagflat((n >> 1) as isize)),
-        ("block_diag", |x, _| {
-            let column = long(x)?.unsqueeze(1)?;
-            DTensor::block_diag(&[&column, &column.t()?])
-        }),
-        ("pad", |x, n| x.pad(&[(n, n)], 0)),
-        ("pad_with", |x, n| {
-            x.to_dtype(DType::F32)?.reshape(&[1, 1, 4])?.pad_with(&[((n >> 1) as isize, 0)], PadMode::Replicate)
-        }),
-        ("interpolate", |x, n| {
-            x.to_dtype(DType::F32)?.reshape(&[1, 1, 4])?.interpolate(&[n], &InterpolateOptions::default())
-        }),
-        ("one_hot", |x, n| x.one_hot(n)),
-        ("bincount", |x, n| x.bincount(None, n)),
-        ("histc", |x, n| x.to_dtype(DType::F32)?.histc(n, 0.0, 1.0)),
-        ("nonzero_static", |x, n| x.nonzero_static(n, 0)),
-        ("multinomial", |x, n| x.to_dtype(DType::F32)?.add_scalar(1.0)?.multinomial(n, true)),
-        ("tensor_split", |x, n| Ok(x.tensor_split(n, 0)?.swap_remove(0))),
-        ("chunk", |x, n| Ok(x.narrow(0, 0, 0)?.chunk(n, 0)?.swap_remove(0))),
-        ("expand", |x, n| x.unsqueeze(0)?.expand(&[(n >> 1) as isize, 4])?.contiguous_sum()),
-        ("index", |x, _| {
-            let rows = long(x)?;
-            rows.unsqueeze(0)?.expand(&[4, 1 << 22])?.index(&rows)
-        }),
-        ("searchsorted", |x, _| {
-            let sorted = long(x)?.unsqueeze(0)?;
-            sorted.searchsorted(&sorted, false)
-        }),
-    ];
-    for &(name, call) in ALL {
-        println!("{name}");
-        for size in [usize::MAX, usize::MAX - 3, 1 << 62, VAST] {
-            refused(move |mesh| call(&DTensor::arange(0.0..4.0, DType::I64, mesh, [Shard(0)])?, size));
-        }
-    }
-    // Small ones, in the order of nested loops; too few elements give none, however many are asked for.
-    let run = |world: World| {
-        let x = DTensor::arange(0.0..4.0, DType::I64, &world.mesh([("a", 2)])?, [Shard(0)])?;
-        let of = |length, replacement| -> Result<Vec<Vec<i64>>> {
-            Ok(x.combinations(length, replacement)?.full_tensor()?.to_vec2()?)
-        };
-        let shape = |length| Ok::<_, Error>(x.combinations(length, false)?.shape().to_vec());
-        assert_eq!(of(3, false)?, [[0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 3]]);
-        assert_eq!(of(2, true)?.len(), 10);
-        assert_eq!(of(2, true)?[3..6], [[0, 3], [1, 1], [1, 2]]);
-        assert_eq!((shape(5)?, shape(4)?), (vec![0, 5], vec![1, 4]));
-        Ok(())
-    };
-    ThreadWorld::new(2).unwrap().deadline(AT_ONCE).run(run).unwrap();
-}
-
-/// An operation that needs memory for every element.
-trait ContiguousSum {
-    fn contiguous_sum(&self) -> Result<DTensor>;
-}
-
-impl ContiguousSum for DTensor {
-    fn contiguous_sum(&self) -> Result<DTensor> {
-        self.add(self)
-    }
 }
 
 #[test]

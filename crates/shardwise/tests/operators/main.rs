@@ -13,6 +13,7 @@ mod custom_rules;
 mod determinism;
 mod edge_values;
 mod einsum;
+mod enlarging_operators;
 mod exact_integers;
 mod forward_mode;
 mod gradients;
