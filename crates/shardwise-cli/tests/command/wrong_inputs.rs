@@ -66,6 +66,46 @@ fn a_link_that_leads_nowhere_is_called_one() {
     }
 }
 
+/// What commands write into a link is in the directory that it leads to; a link that leads nowhere stays one.
+#[test]
+#[cfg(unix)]
+fn commands_write_through_links_and_refuse_those_that_lead_nowhere() {
+    let place = Place::new("links");
+    let source = format!("{}/../shardwise/tests/conformance/data/dcp/hf_plain/checkpoint", env!("CARGO_MANIFEST_DIR"));
+    let (disk, link, nowhere) = (place.at("disk"), place.at("link"), place.at("nowhere"));
+    std::os::unix::fs::symlink(&disk, &link).unwrap();
+    std::os::unix::fs::symlink(place.at("gone"), &nowhere).unwrap();
+    let out = place.at("out");
+    let train = [&["train", "--out", &out, "--overwrite", "--steps", "1", "--export-hf"], &TINY[..]].concat();
+    for (command, file) in [
+        (vec!["ckpt", "convert", &source], "manifest.json"),
+        (vec!["ckpt", "reshard", &source, "--mesh", "dp=2"], "manifest.json"),
+        (train, "model.safetensors"),
+    ] {
+        // The target follows the source of `ckpt`, and the option of `train`.
+        let into = |target: &str| {
+            let at = if command[0] == "ckpt" { 3 } else { 7 };
+            let (before, after) = command.split_at(at);
+            shardwise(&[before, &[target], after].concat())
+        };
+        std::fs::create_dir(&disk).unwrap();
+        // The second time it replaces what the first one wrote.
+        for _ in 0..2 {
+            let output = into(&link);
+            assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+            assert!(Path::new(&link).is_symlink() && Path::new(&disk).join(file).is_file(), "{command:?}");
+        }
+        std::fs::remove_dir_all(&disk).unwrap();
+        let output = into(&nowhere);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && said.contains("leads nowhere") && said.contains(&nowhere),
+            "{command:?}: {said}"
+        );
+        assert!(Path::new(&nowhere).is_symlink() && !Path::new(&place.at("gone")).exists(), "{command:?}");
+    }
+}
+
 #[test]
 fn a_line_that_is_no_document_is_described_by_its_fields() {
     let place = Place::new("lines");

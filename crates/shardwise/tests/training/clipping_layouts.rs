@@ -2,8 +2,9 @@
 //! sum, are computed in other types, belong to shared or merged parameters, or square to more than their type holds.
 
 use shardwise::BackwardOptions;
+use shardwise::ErrorKind;
 use shardwise::nn::{Linear, MixedPrecision};
-use shardwise::optim::{clip_grad_norm, clip_grad_value};
+use shardwise::optim::{Sgd, ShardedOptimizer, clip_grad_norm, clip_grad_value};
 use shardwise::prelude::*;
 
 use crate::fsdp::net::*;
@@ -165,4 +166,34 @@ fn merged_parameters_are_clipped_like_others() {
         Ok(())
     };
     launch(4, run).unwrap();
+}
+
+/// Clipping with the parameters of another model would return 0 and clip nothing; the optimizer refuses such gradients, too.
+#[test]
+fn clipping_with_the_parameters_of_another_model_is_an_error() {
+    for way in &WAYS {
+        let run = move |world: World| {
+            let mesh = way.mesh(&world)?;
+            let (net, other) = (way.build(&mesh, 5, DType::F64)?, way.build(&mesh, 5, DType::F64)?);
+            let gradients = || {
+                let (x, target) = batch(&mesh, &way.batch(), DType::F64, 0)?;
+                net.loss(&x, &target, false)?.backward()
+            };
+            let mut optimizer = ShardedOptimizer::new(other.named_parameters(), Sgd::default())?;
+            for refused in [
+                clip_grad_norm(gradients()?, &parameters(&other), 1.0, 2.0).map(drop),
+                clip_grad_norm(gradients()?, &parameters(&other), 1.0, f64::INFINITY).map(drop),
+                clip_grad_value(gradients()?, &parameters(&other), 1.0).map(drop),
+                optimizer.step(gradients()?),
+            ] {
+                let error = refused.expect_err("gradients of another model");
+                assert!(matches!(error.kind(), Some(ErrorKind::Optimizer)), "{error}");
+                assert!(error.to_string().contains("none of them of a parameter"), "{error}");
+            }
+            let (_, norm) = clip_grad_norm(gradients()?, &parameters(&net), 1.0, 2.0)?;
+            assert!(norm > 0.0);
+            Ok(())
+        };
+        ThreadWorld::new(way.ranks()).unwrap().run(run).unwrap();
+    }
 }
