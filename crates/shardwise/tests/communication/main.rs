@@ -3,6 +3,7 @@
 mod absurd_sizes;
 mod agreement;
 mod architecture;
+mod claims;
 mod collectives;
 mod communication_lock;
 mod device_mesh;
