@@ -15,25 +15,25 @@ use shardwise::candle_core::Tensor;
 use shardwise::prelude::*;
 
 /// The ranks that every program runs on.
-pub const RANKS: usize = 4;
+pub(crate) const RANKS: usize = 4;
 
 /// A program for what goes wrong in public threads.
-pub struct Claim {
+pub(crate) struct Claim {
     /// The name on the command line, and of PyTorch's case in `scripts/claims_in_pytorch.py`.
-    pub name: &'static str,
+    pub(crate) name: &'static str,
     /// Threads as owner/repository#number.
-    pub threads: &'static [&'static str],
+    pub(crate) threads: &'static [&'static str],
     /// What the threads report.
-    pub wrong: &'static str,
+    pub(crate) wrong: &'static str,
     /// The file of the program, below this directory.
-    pub file: &'static str,
+    pub(crate) file: &'static str,
     /// Returns what it saw.
-    pub run: fn(World) -> Result<String>,
+    pub(crate) run: fn(World) -> Result<String>,
 }
 
 // Above each claim: the change of the library with which it was seen to fail, if one was tried.
 #[rustfmt::skip]
-pub const CLAIMS: &[Claim] = &[
+pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
         name: "nested_shards",
         threads: &["pytorch/pytorch#194457"],

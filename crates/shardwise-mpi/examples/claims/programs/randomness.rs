@@ -45,7 +45,7 @@ pub(super) fn training_loss(world: World) -> Result<String> {
             let tokens = |shift| DTensor::from_fn(((8, 6), DType::I64), mesh, batch_placements(mesh), tokens(shift));
             let loss = model.loss(&tokens(0)?, &tokens(1)?)?;
             optimizer.step(loss.backward()?)?;
-            loss.item::<f64>()
+            Ok(loss.item::<f32>()?.into())
         };
         (0..3).map(step).collect()
     };
@@ -65,7 +65,7 @@ pub(super) fn training_loss(world: World) -> Result<String> {
     ];
     for (mesh, parallelism) in ways {
         let found = losses(&mesh, parallelism)?;
-        assert!(distance(&found, &expected) < 1e-12, "{found:?} on {}, {expected:?} on one rank", mesh.mesh());
+        assert!(distance(&found, &expected) < 1e-6, "{found:?} on {}, {expected:?} on one rank", mesh.mesh());
     }
-    Ok("losses of a GPT with dropout, 3 steps in f64, within 1e-12 of one rank in 4 layouts".into())
+    Ok("losses of a GPT with dropout within 1e-6 of one rank, after 3 steps in 4 layouts".into())
 }
