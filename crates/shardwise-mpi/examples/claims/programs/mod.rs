@@ -21,7 +21,7 @@ pub(crate) const RANKS: usize = 4;
 pub(crate) struct Claim {
     /// The name on the command line, and of PyTorch's case in `scripts/claims_in_pytorch.py`.
     pub(crate) name: &'static str,
-    /// Threads as owner/repository#number.
+    /// Threads as owner/repository#number; none if no one has reported it as far as was looked.
     pub(crate) threads: &'static [&'static str],
     /// What the threads report.
     pub(crate) wrong: &'static str,
@@ -75,6 +75,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
         wrong: "uneven strided shards have gaps",
         file: "layouts.rs",
         run: layouts::strided_shards,
+    },
+    Claim {
+        name: "nested_strided_shards",
+        threads: &[],
+        wrong: "uneven strided shards that another mesh axis shards again cannot be gathered",
+        file: "layouts.rs",
+        run: layouts::nested_strided_shards,
     },
     Claim {
         name: "random_numbers",

@@ -47,22 +47,21 @@ pub(super) fn sharded_optimizer_state(world: World) -> Result<String> {
         let optimizer = AdamW::default().over(&model)?;
         Ok((model, optimizer))
     };
-    // A sum of integers, so that all layouts have the same gradient.
-    let step = |model: &Linear, optimizer: &mut ShardedOptimizer| -> Result<()> {
-        let x = DTensor::from_fn(((4, 4), DType::F32), model.weight.get().device_mesh(), [Shard(0), Replicate], |i| {
-            (i[0] * 3 + i[1]) as f64
-        })?;
+    // A sum of integers, so that all layouts have the same gradient; another one in every step, so that the state matters.
+    let step = |model: &Linear, optimizer: &mut ShardedOptimizer, number: usize| -> Result<()> {
+        let row = |i: &[usize]| ((i[0] * 3 + i[1] + 2 * number) % 5) as f64 - 2.0;
+        let x = DTensor::from_fn(((4, 4), DType::F32), model.weight.get().device_mesh(), [Shard(0), Replicate], row)?;
         optimizer.step(model.forward(&x)?.sum_all()?.backward()?)
     };
     let mesh = square(&world)?;
     let (model, mut optimizer) = build(&mesh, [Shard(0), Replicate])?;
-    (0..2).try_for_each(|_| step(&model, &mut optimizer))?;
+    (0..2).try_for_each(|number| step(&model, &mut optimizer, number))?;
     let state = optimizer.state_dict()?;
     let (other, mut resumed) = build(&mesh, [Shard(1), Shard(0)])?;
     other.weight.set(&model.weight.get())?;
     resumed.load_state_dict(&state)?;
-    step(&model, &mut optimizer)?;
-    step(&other, &mut resumed)?;
+    step(&model, &mut optimizer, 2)?;
+    step(&other, &mut resumed, 2)?;
     assert_eq!(all_elements(&other.weight.get())?, all_elements(&model.weight.get())?);
     Ok("read, loaded in another layout, and continued with the same bits".into())
 }
