@@ -84,10 +84,11 @@ def view_of_columns():
 def view_over_two_axes():
     whole, weight = torch.arange(64.0).reshape(2, 8, 4), torch.arange(64.0).reshape(2, 8, 4) % 7
     x = distribute_tensor(whole, square(), [Shard(1), Shard(1)]).requires_grad_()
-    y = x.view(16, 4).view(2, 8, 4)
-    verdict = same(y, whole)
+    flat = x.view(16, 4)
+    y = flat.view(2, 8, 4)
+    verdicts = [same(flat, whole.view(16, 4), "flat: "), same(y, whole)]
     (y * distribute_tensor(weight, square(), [Shard(1), Shard(1)])).sum().backward()
-    return first_wrong([verdict, same(x.grad, weight, "gradient: ")])
+    return first_wrong([*verdicts, same(x.grad, weight, "gradient: ")])
 
 
 @case

@@ -31,9 +31,11 @@ pub(super) fn view_over_two_axes(world: World) -> Result<String> {
     let weight = |i: &[usize]| ((i[0] * 32 + i[1] * 4 + i[2]) % 7) as f64;
     let weight = DTensor::from_fn(([2, 8, 4].as_slice(), DType::F64), &mesh, [Shard(1), Shard(1)], weight)?;
     world.trace().clear();
-    let y = x.view(&[16, 4])?.view(&[2, 8, 4])?;
+    let flat = x.view(&[16, 4])?;
+    let y = flat.view(&[2, 8, 4])?;
     let moved = calls(&world).len();
-    assert_eq!(all_elements(&y)?, counted(64));
+    // Two mistakes may cancel.
+    assert_eq!((all_elements(&flat)?, all_elements(&y)?), (counted(64), counted(64)));
     let gradients = (&y * &weight)?.sum_all()?.backward()?;
     let expected: Vec<f64> = (0..64).map(|i| f64::from(i % 7)).collect();
     assert_eq!(all_elements(gradients.get(&x)?)?, expected);

@@ -31,7 +31,7 @@ pub(crate) struct Claim {
     pub(crate) run: fn(World) -> Result<String>,
 }
 
-// Above each claim: the change of the library with which it was seen to fail, if one was tried.
+// Above a claim: the change of the library with which it was seen to fail; none was tried for the others.
 #[rustfmt::skip]
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -41,6 +41,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "layouts.rs",
         run: layouts::nested_shards,
     },
+    // Fails if views keep the placements of their input.
     Claim {
         name: "view_of_columns",
         threads: &["pytorch/pytorch#179502"],
@@ -55,6 +56,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "layouts.rs",
         run: layouts::view_over_two_axes,
     },
+    // Fails if `from_local` assumes chunks.
     Claim {
         name: "uneven_from_local",
         threads: &["pytorch/pytorch#144109"],
@@ -62,6 +64,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "layouts.rs",
         run: layouts::uneven_from_local,
     },
+    // Fails if an empty shard begins at 0.
     Claim {
         name: "offsets",
         threads: &["pytorch/pytorch#161368"],
@@ -69,6 +72,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "layouts.rs",
         run: layouts::offsets,
     },
+    // Fails if the last chunk is left out.
     Claim {
         name: "strided_shards",
         threads: &["pytorch/pytorch#168134"],
@@ -76,6 +80,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "layouts.rs",
         run: layouts::strided_shards,
     },
+    // Fails if the last chunk is left out.
     Claim {
         name: "nested_strided_shards",
         threads: &[],
@@ -83,6 +88,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "layouts.rs",
         run: layouts::nested_strided_shards,
     },
+    // Fails if dropout on several ranks draws once more.
     Claim {
         name: "random_numbers",
         threads: &["pytorch/pytorch#168058"],
@@ -90,6 +96,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "randomness.rs",
         run: randomness::random_numbers,
     },
+    // Fails if dropout on several ranks draws once more.
     Claim {
         name: "training_loss",
         threads: &["pytorch/pytorch#168058"],
@@ -111,6 +118,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "gradients.rs",
         run: gradients::partial_sums,
     },
+    // Fails if `reduce_dtype` is ignored.
     Claim {
         name: "reduction_type",
         threads: &["pytorch/pytorch#190626"],
@@ -118,6 +126,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "gradients.rs",
         run: gradients::reduction_type,
     },
+    // Fails if `accumulate` leaves out parameters that are new.
     Claim {
         name: "mixed_accumulation",
         threads: &["pytorch/pytorch#196996"],
@@ -125,6 +134,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "gradients.rs",
         run: gradients::mixed_accumulation,
     },
+    // Fails if `FullyShard::on_dim` is ignored.
     Claim {
         name: "other_dimensions",
         threads: &["pytorch/pytorch#136221"],
@@ -132,6 +142,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "gradients.rs",
         run: gradients::other_dimensions,
     },
+    // Fails if every replica counts in the norm.
     Claim {
         name: "clipping",
         threads: &["pytorch/pytorch#180346"],
@@ -139,6 +150,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "gradients.rs",
         run: gradients::clipping,
     },
+    // Fails if weights are never kept gathered.
     Claim {
         name: "head_gathers",
         threads: &["huggingface/trl#5575", "huggingface/trl#6076"],
@@ -146,6 +158,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "gradients.rs",
         run: gradients::head_gathers,
     },
+    // Fails if the most expensive plan is chosen.
     Claim {
         name: "redistribution_costs",
         threads: &["pytorch/pytorch#169439"],
@@ -153,6 +166,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "moves.rs",
         run: moves::redistribution_costs,
     },
+    // Fails if the most expensive plan is chosen.
     Claim {
         name: "redistribution_memory",
         threads: &["pytorch/pytorch#165712"],
@@ -167,6 +181,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "moves.rs",
         run: moves::planning_time,
     },
+    // Fails if the scope allows everything.
     Claim {
         name: "hidden_gathers",
         threads: &["pytorch/pytorch#167106", "pytorch/pytorch#173625"],
@@ -195,6 +210,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "failures.rs",
         run: failures::different_calls,
     },
+    // Fails if heads are split as other features.
     Claim {
         name: "nine_heads",
         threads: &["vllm-project/vllm#596"],
@@ -202,6 +218,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "models.rs",
         run: models::nine_heads,
     },
+    // Fails if the momentum is not gathered.
     Claim {
         name: "muon",
         threads: &["pytorch/torchtitan#3353"],
@@ -209,6 +226,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "models.rs",
         run: models::muon,
     },
+    // Fails if experts are not sharded.
     Claim {
         name: "experts",
         threads: &["huggingface/transformers#48308"],
@@ -216,6 +234,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "models.rs",
         run: models::experts,
     },
+    // Fails if other ranks return an empty state.
     Claim {
         name: "full_state",
         threads: &["pytorch/pytorch#183037"],
@@ -223,6 +242,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "states.rs",
         run: states::full_state,
     },
+    // Fails if `gather` converts to f32 and back.
     Claim {
         name: "gathered_types",
         threads: &["pytorch/pytorch#110561"],
@@ -230,6 +250,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "states.rs",
         run: states::gathered_types,
     },
+    // Fails if `load_state_dict` does nothing.
     Claim {
         name: "sharded_optimizer_state",
         threads: &["pytorch/pytorch#68608"],
