@@ -28,12 +28,17 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let chosen = CLAIMS.iter().filter(|claim| names.is_empty() || names.iter().any(|name| name == claim.name));
-    let results: Vec<_> = chosen.map(|claim| (claim, launch(RANKS, claim.run))).collect();
+    let results: Vec<_> = chosen.map(run).collect();
     // Every process has the results; the first one prints them.
     if launched().is_none_or(|launched| launched.rank == 0) {
         if has("--json") { print_json(&results) } else { print_table(&results) }
     }
     if results.iter().all(|(_, result)| result.is_ok()) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs a program on all ranks.
+fn run(claim: &'static Claim) -> (&'static Claim, Result<String, Error>) {
+    (claim, launch(RANKS, |world| (claim.run)(&world)))
 }
 
 fn print_table(results: &[(&Claim, Result<String, Error>)]) {

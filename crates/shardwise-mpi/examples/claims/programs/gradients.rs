@@ -11,8 +11,8 @@ use shardwise::{BackwardOptions, checkpoint_activations};
 
 use super::{RANKS, all_elements, calls, counting, line, square};
 
-pub(super) fn partial_gradients(world: World) -> Result<String> {
-    let mesh = line(&world)?;
+pub(super) fn partial_gradients(world: &World) -> Result<String> {
+    let mesh = line(world)?;
     for through_local in [false, true] {
         let x = DTensor::arange(1.0..9.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
         let sum = x.square()?.sum_all()?;
@@ -29,8 +29,8 @@ pub(super) fn partial_gradients(world: World) -> Result<String> {
     Ok("exact, with and without local tensors between".into())
 }
 
-pub(super) fn partial_sums(world: World) -> Result<String> {
-    let mesh = line(&world)?;
+pub(super) fn partial_sums(world: &World) -> Result<String> {
+    let mesh = line(world)?;
     let x = counting(&mesh, &[4, 8], [Shard(1)])?;
     let product = x.matmul(&DTensor::ones((8, 2), DType::F64, &mesh, [Shard(0)])?)?;
     assert_eq!(product.placements(), [Partial(ReduceOp::Sum)]);
@@ -50,8 +50,8 @@ struct Scale {
     weight: Param,
 }
 
-pub(super) fn reduction_type(world: World) -> Result<String> {
-    let mesh = square(&world)?;
+pub(super) fn reduction_type(world: &World) -> Result<String> {
+    let mesh = square(world)?;
     let model = Scale { weight: Param::new(&DTensor::ones(4, DType::F32, &mesh, [Replicate, Replicate])?) };
     fully_shard(&model, &mesh, &["dp"])?;
     let policy =
@@ -71,8 +71,8 @@ struct Two {
     second: Linear,
 }
 
-pub(super) fn mixed_accumulation(world: World) -> Result<String> {
-    let mesh = line(&world)?;
+pub(super) fn mixed_accumulation(world: &World) -> Result<String> {
+    let mesh = line(world)?;
     let builder = Builder::new(&mesh);
     let linear = |name: &str| Linear::without_bias(&builder.child(name), 4, 4);
     let model = Two { first: linear("first")?, second: linear("second")? };
@@ -94,7 +94,7 @@ pub(super) fn mixed_accumulation(world: World) -> Result<String> {
     Ok("exact, reduced each time and deferred".into())
 }
 
-pub(super) fn other_dimensions(world: World) -> Result<String> {
+pub(super) fn other_dimensions(world: &World) -> Result<String> {
     let trained = |mesh: &DeviceMesh| -> Result<(Vec<usize>, Vec<f64>)> {
         mesh.manual_seed(1);
         let model = Linear::without_bias(&Builder::new(mesh), 5, 8)?;
@@ -111,14 +111,14 @@ pub(super) fn other_dimensions(world: World) -> Result<String> {
         Ok((weight.to_local().dims().to_vec(), all_elements(&weight)?))
     };
     let (_, expected) = trained(&world.device_mesh(Mesh::from_ranks([("tp", 1)], vec![world.rank()])?)?)?;
-    let (local, found) = trained(&line(&world)?)?;
+    let (local, found) = trained(&line(world)?)?;
     assert_eq!(local, [8, [2, 2, 1, 0][world.rank()]]);
     assert_eq!(found, expected);
     Ok("8 x 5 weights in columns 2, 2, 1, 0: after 3 steps of AdamW the bits of one device".into())
 }
 
-pub(super) fn clipping(world: World) -> Result<String> {
-    let (first, second) = (line(&world)?, square(&world)?);
+pub(super) fn clipping(world: &World) -> Result<String> {
+    let (first, second) = (line(world)?, square(world)?);
     let a = Param::new(&DTensor::ones(8, DType::F64, &first, [Shard(0)])?);
     let b = Param::new(&DTensor::ones(8, DType::F64, &second, [Shard(0), Replicate])?);
     let gradients = (a.get() * 3.0)?.sum_all()?.backward()?.accumulate((b.get() * 4.0)?.sum_all()?.backward()?)?;
@@ -135,7 +135,7 @@ struct Network {
     head: Arc<Linear>,
 }
 
-pub(super) fn head_gathers(world: World) -> Result<String> {
+pub(super) fn head_gathers(world: &World) -> Result<String> {
     const CHUNKS: usize = 8;
     let run = |mesh: &DeviceMesh| -> Result<(Vec<f64>, usize)> {
         mesh.manual_seed(2);
@@ -170,8 +170,8 @@ pub(super) fn head_gathers(world: World) -> Result<String> {
         Ok((all_elements(gradients.get(&model.head.weight.get())?)?, gathers))
     };
     let one = world.device_mesh(Mesh::from_ranks([("tp", 1)], vec![world.rank()])?)?;
-    let ((expected, _), (found, gathers)) = (run(&one)?, run(&line(&world)?)?);
+    let ((expected, _), (found, gathers)) = (run(&one)?, run(&line(world)?)?);
     assert!(super::distance(&found, &expected) < 1e-13);
-    assert_eq!(gathers, 1, "{:?}", calls(&world));
+    assert_eq!(gathers, 1, "{:?}", calls(world));
     Ok(format!("{gathers} gather of the head for {CHUNKS} recomputed chunks, forward and backward"))
 }

@@ -5,35 +5,35 @@ use shardwise::prelude::*;
 use super::{RANKS, all_elements, calls, counted, counting, elements, line, square};
 use shardwise::candle_core::{Device, Tensor};
 
-pub(super) fn nested_shards(world: World) -> Result<String> {
-    let mesh = square(&world)?;
+pub(super) fn nested_shards(world: &World) -> Result<String> {
+    let mesh = square(world)?;
     for rows in 1..10 {
         let x = counting(&mesh, &[rows, 3], [Shard(0), Shard(0)])?;
         world.trace().clear();
         let whole = x.redistribute([Replicate, Replicate])?;
-        assert_eq!(calls(&world), ["all_gather"]);
+        assert_eq!(calls(world), ["all_gather"]);
         assert_eq!(elements(&whole.to_local())?, counted(rows * 3), "{rows} rows");
     }
     Ok("exact for 1 to 9 rows on 2 x 2 ranks, in one all-gather".into())
 }
 
-pub(super) fn view_of_columns(world: World) -> Result<String> {
-    let x = counting(&line(&world)?, &[12, 8], [Shard(1)])?;
+pub(super) fn view_of_columns(world: &World) -> Result<String> {
+    let x = counting(&line(world)?, &[12, 8], [Shard(1)])?;
     let y = x.view(&[-1, 6])?;
     assert_eq!(y.shape(), [16, 6]);
     assert_eq!(all_elements(&y)?, counted(96));
     Ok("exact".into())
 }
 
-pub(super) fn view_over_two_axes(world: World) -> Result<String> {
-    let mesh = square(&world)?;
+pub(super) fn view_over_two_axes(world: &World) -> Result<String> {
+    let mesh = square(world)?;
     let x = counting(&mesh, &[2, 8, 4], [Shard(1), Shard(1)])?.requires_grad();
     let weight = |i: &[usize]| ((i[0] * 32 + i[1] * 4 + i[2]) % 7) as f64;
     let weight = DTensor::from_fn(([2, 8, 4].as_slice(), DType::F64), &mesh, [Shard(1), Shard(1)], weight)?;
     world.trace().clear();
     let flat = x.view(&[16, 4])?;
     let y = flat.view(&[2, 8, 4])?;
-    let moved = calls(&world).len();
+    let moved = calls(world).len();
     // Two mistakes may cancel.
     assert_eq!((all_elements(&flat)?, all_elements(&y)?), (counted(64), counted(64)));
     let gradients = (&y * &weight)?.sum_all()?.backward()?;
@@ -43,20 +43,20 @@ pub(super) fn view_over_two_axes(world: World) -> Result<String> {
     Ok(format!("values and gradients exact; {moved} exchange for both views"))
 }
 
-pub(super) fn uneven_from_local(world: World) -> Result<String> {
+pub(super) fn uneven_from_local(world: &World) -> Result<String> {
     let part = |rank: usize| -> Result<Tensor> {
         let columns = 2 + rank;
         let local: Vec<f64> = (0..2 * columns).map(|i| i as f64 + 0.125 * rank as f64).collect();
         Ok(Tensor::from_vec(local, (2, columns), &Device::Cpu)?)
     };
-    let x = DTensor::from_local(&part(world.rank())?, &line(&world)?, [Shard(1)])?;
+    let x = DTensor::from_local(&part(world.rank())?, &line(world)?, [Shard(1)])?;
     let parts = (0..RANKS).map(part).collect::<Result<Vec<_>>>()?;
     assert_eq!(all_elements(&x)?, elements(&Tensor::cat(&parts, 1)?)?);
     Ok("exact, as ragged shards of 2, 3, 4 and 5 columns".into())
 }
 
-pub(super) fn offsets(world: World) -> Result<String> {
-    let mesh = square(&world)?;
+pub(super) fn offsets(world: &World) -> Result<String> {
+    let mesh = square(world)?;
     for size in 1..10 {
         let x = counting(&mesh, &[size], [Shard(0), Shard(0)])?;
         let (layout, mut covered) = (x.layout(), 0);
@@ -73,13 +73,13 @@ pub(super) fn offsets(world: World) -> Result<String> {
     Ok("the offsets are those of the elements for 1 to 9 elements on 2 x 2 ranks".into())
 }
 
-pub(super) fn strided_shards(world: World) -> Result<String> {
-    check_strided(&world, |s| vec![[Replicate, s.clone()], [s, Replicate]])?;
+pub(super) fn strided_shards(world: &World) -> Result<String> {
+    check_strided(world, |s| vec![[Replicate, s.clone()], [s, Replicate]])?;
     Ok("exact for 1 to 12 elements, 1 to 4 chunks, on either axis".into())
 }
 
-pub(super) fn nested_strided_shards(world: World) -> Result<String> {
-    check_strided(&world, |s| vec![[s.clone(), Shard(0)], [s.clone(), s]])?;
+pub(super) fn nested_strided_shards(world: &World) -> Result<String> {
+    check_strided(world, |s| vec![[s.clone(), Shard(0)], [s.clone(), s]])?;
     Ok("exact for 1 to 12 elements, 1 to 4 chunks and 2 layouts".into())
 }
 

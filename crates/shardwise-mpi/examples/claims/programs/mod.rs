@@ -28,7 +28,7 @@ pub(crate) struct Claim {
     /// The file of the program, below this directory.
     pub(crate) file: &'static str,
     /// Returns what it saw.
-    pub(crate) run: fn(World) -> Result<String>,
+    pub(crate) run: fn(&World) -> Result<String>,
 }
 
 // Above a claim: the change of the library with which it was seen to fail; none was tried for the others.

@@ -14,7 +14,7 @@ fn one_on_line(world: &World) -> Result<DeviceMesh> {
     world.device_mesh(Mesh::from_ranks([("tp", 1)], vec![world.rank()])?)
 }
 
-pub(super) fn nine_heads(world: World) -> Result<String> {
+pub(super) fn nine_heads(world: &World) -> Result<String> {
     let sizes = AttentionConfig { width: 36, heads: 9, key_heads: 9, causal: true, ..AttentionConfig::default() };
     let run = |mesh: &DeviceMesh| -> Result<(Vec<f64>, usize)> {
         mesh.manual_seed(1);
@@ -25,13 +25,13 @@ pub(super) fn nine_heads(world: World) -> Result<String> {
         let y = model.forward(&x.sin()?)?;
         Ok((all_elements(&y)?, model.named_parameters()[0].1.get().to_local().dims()[0]))
     };
-    let ((expected, _), (found, rows)) = (run(&one_on_line(&world)?)?, run(&line(&world)?)?);
+    let ((expected, _), (found, rows)) = (run(&one_on_line(world)?)?, run(&line(world)?)?);
     assert!(distance(&found, &expected) < 1e-12);
     assert_eq!(rows, 4 * [3, 2, 2, 2][world.rank()]);
     Ok("9 heads as 3, 2, 2 and 2 on 4 ranks, values of one device".into())
 }
 
-pub(super) fn muon(world: World) -> Result<String> {
+pub(super) fn muon(world: &World) -> Result<String> {
     let step = |mesh: &DeviceMesh, placements: Vec<Placement>| -> Result<(Vec<f64>, usize)> {
         mesh.manual_seed(4);
         let random = || DTensor::randn((8, 12), mesh, placements.clone());
@@ -41,13 +41,13 @@ pub(super) fn muon(world: World) -> Result<String> {
         let gradients = weight.get().mul(&gradient)?.sum_all()?.backward()?;
         world.trace().clear();
         optimizer.step(gradients)?;
-        let count = calls(&world).len();
+        let count = calls(world).len();
         Ok((all_elements(&weight.get())?, count))
     };
-    let (expected, _) = step(&alone(&world)?, vec![Replicate])?;
+    let (expected, _) = step(&alone(world)?, vec![Replicate])?;
     let mut most = 0;
     for placements in [[Shard(0), Replicate], [Replicate, Shard(1)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]] {
-        let (found, count) = step(&square(&world)?, placements.to_vec())?;
+        let (found, count) = step(&square(world)?, placements.to_vec())?;
         assert_eq!(found, expected, "{placements:?}");
         most = most.max(count);
     }
@@ -55,7 +55,7 @@ pub(super) fn muon(world: World) -> Result<String> {
     Ok("the bits of one device in 4 layouts, with one collective per matrix and step".into())
 }
 
-pub(super) fn experts(world: World) -> Result<String> {
+pub(super) fn experts(world: &World) -> Result<String> {
     let config = PretrainedConfig::from_json(&json!({
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "vocab_size": 32,
         "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -75,7 +75,7 @@ pub(super) fn experts(world: World) -> Result<String> {
         let of_experts = model.named_parameters().into_iter().filter(|(name, _)| name.contains(".experts.experts."));
         Ok((all_elements(&loss)?, of_experts.map(|(_, param)| param.get().to_local().elem_count()).sum()))
     };
-    let ((expected, whole), (found, held)) = (run(&one_on_line(&world)?)?, run(&line(&world)?)?);
+    let ((expected, whole), (found, held)) = (run(&one_on_line(world)?)?, run(&line(world)?)?);
     assert!(distance(&found, &expected) < 1e-12);
     assert_eq!((whole, held * RANKS), (8 * 3 * 8 * 16, whole));
     Ok(format!("a rank holds {held} of {whole} elements of experts; the loss of one device"))

@@ -8,7 +8,7 @@ use shardwise::{DryWorld, ExplicitRedistribution};
 
 use super::{all_elements, calls, counted, counting, elements, square};
 
-pub(super) fn redistribution_costs(world: World) -> Result<String> {
+pub(super) fn redistribution_costs(world: &World) -> Result<String> {
     // The layouts of the thread, on 16 ranks without data.
     let thread = DryWorld::new(16)?.run(|world| {
         let mesh = world.mesh([("a", 2), ("b", 2), ("c", 2), ("d", 2)])?;
@@ -25,7 +25,7 @@ pub(super) fn redistribution_costs(world: World) -> Result<String> {
     let (direct, first, second) = thread.value;
     assert!(direct.0 <= first.0 + second.0 && direct.1 <= first.1 + second.1 + 1e-9, "{:?}", thread.value);
     // All layouts of a matrix on 2 x 2 ranks; large, because a small one may take a few more messages to move half of the bytes.
-    let mesh = square(&world)?;
+    let mesh = square(world)?;
     let kinds = [Replicate, Shard(0), Shard(1)];
     let layouts =
         kinds.iter().flat_map(|a| kinds.iter().map(|b| Layout::new(mesh.mesh(), (4096, 4096), [a.clone(), b.clone()])));
@@ -42,13 +42,13 @@ pub(super) fn redistribution_costs(world: World) -> Result<String> {
     Ok("no way over a layout between is cheaper: the layouts of the thread, and all 729 triples for a 4096 x 4096 matrix on 2 x 2 ranks".into())
 }
 
-pub(super) fn redistribution_memory(world: World) -> Result<String> {
-    let (mesh, n) = (square(&world)?, 512);
+pub(super) fn redistribution_memory(world: &World) -> Result<String> {
+    let (mesh, n) = (square(world)?, 512);
     let x = counting(&mesh, &[n, n], [Shard(0), Shard(1)])?;
     let shard = elements(&x.to_local())?.len();
     world.trace().clear();
     let y = x.redistribute([Shard(1), Shard(0)])?;
-    assert!(!calls(&world).contains(&"all_gather"), "{:?}", calls(&world));
+    assert!(!calls(world).contains(&"all_gather"), "{:?}", calls(world));
     let plan = explain(&mesh, x.layout(), y.layout(), DType::F64)?.chosen;
     let volume = |layout: &Layout| layout.local_shape(world.rank()).iter().product::<usize>();
     assert!(plan.steps().iter().all(|step| volume(&step.after) <= shard), "{plan}");
@@ -57,7 +57,7 @@ pub(super) fn redistribution_memory(world: World) -> Result<String> {
     Ok(format!("exact, in {steps} exchange; no tensor between is larger than a shard"))
 }
 
-pub(super) fn planning_time(_: World) -> Result<String> {
+pub(super) fn planning_time(_: &World) -> Result<String> {
     const LIMIT: Duration = Duration::from_secs(1);
     for axes in 2..8_u32 {
         let planned = DryWorld::new(256)?.run(|world| {
@@ -77,13 +77,13 @@ pub(super) fn planning_time(_: World) -> Result<String> {
     Ok("less than a second for each of 3 to 8 axes of 256 ranks".into())
 }
 
-pub(super) fn hidden_gathers(world: World) -> Result<String> {
-    let mesh = square(&world)?;
+pub(super) fn hidden_gathers(world: &World) -> Result<String> {
+    let mesh = square(world)?;
     let x = counting(&mesh, &[2, 2, 3], [Shard(0), Shard(1)])?;
     let w = DTensor::ones((3, 1), DType::F64, &mesh, [Replicate, Replicate])?;
     world.trace().clear();
     let y = ExplicitRedistribution::error().run(|| x.matmul(&w))?;
-    assert_eq!(calls(&world), [""; 0]);
+    assert_eq!(calls(world), [""; 0]);
     assert_eq!(all_elements(&y)?, [3.0, 12.0, 21.0, 30.0]);
     // What does need communication is an error in the scope, with operator and layouts, on all ranks.
     let columns = DTensor::ones((3, 4), DType::F64, &mesh, [Shard(0), Replicate])?;

@@ -6,26 +6,26 @@ use shardwise::prelude::*;
 
 use super::{all_elements, alone, distance, line, square};
 
-pub(super) fn random_numbers(world: World) -> Result<String> {
+pub(super) fn random_numbers(world: &World) -> Result<String> {
     let draws = |mesh: DeviceMesh, placements: Vec<Placement>| -> Result<[Vec<f64>; 2]> {
         mesh.manual_seed(7);
         let normal = DTensor::randn((6, 8), &mesh, placements.clone())?;
         let kept = DTensor::ones((6, 8), DType::F32, &mesh, placements)?.dropout(0.3, true)?;
         Ok([all_elements(&normal)?, all_elements(&kept)?])
     };
-    let one = draws(alone(&world)?, vec![Replicate])?;
+    let one = draws(alone(world)?, vec![Replicate])?;
     for placement in [Replicate, Shard(0), Shard(1), Placement::block_cyclic(1, 3)] {
-        assert_eq!(draws(line(&world)?, vec![placement])?, one);
+        assert_eq!(draws(line(world)?, vec![placement])?, one);
     }
     for placements in
         [vec![Shard(0), Shard(1)], vec![Shard(1), Shard(0)], vec![Shard(0), Shard(0)], vec![Replicate, Shard(1)]]
     {
-        assert_eq!(draws(square(&world)?, placements)?, one);
+        assert_eq!(draws(square(world)?, placements)?, one);
     }
     Ok("the same bits on one rank and in 8 layouts on 4, dropout included".into())
 }
 
-pub(super) fn training_loss(world: World) -> Result<String> {
+pub(super) fn training_loss(world: &World) -> Result<String> {
     let config = GptConfig {
         vocab_size: 32,
         seq_len: 6,
@@ -61,7 +61,7 @@ pub(super) fn training_loss(world: World) -> Result<String> {
         (world.mesh([("dp", 4)])?, plan(replicated, false, false)),
         (world.mesh([("dp", 4)])?, plan(sharded, false, false)),
         (world.mesh([("tp", 4)])?, plan(replicated, true, true)),
-        (square(&world)?, plan(sharded, true, false)),
+        (square(world)?, plan(sharded, true, false)),
     ];
     for (mesh, parallelism) in ways {
         let found = losses(&mesh, parallelism)?;
