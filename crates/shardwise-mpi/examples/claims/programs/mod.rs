@@ -31,9 +31,10 @@ pub(crate) struct Claim {
     pub(crate) run: fn(&World) -> Result<String>,
 }
 
-// Above a claim: the change of the library with which it was seen to fail; none was tried for the others.
+// Above a claim: the change of the library with which it was seen to fail. Two have no comment: none was tried for them.
 #[rustfmt::skip]
 pub(crate) const CLAIMS: &[Claim] = &[
+    // Fails if an all-gather over two axes has the sizes of the shards in another order.
     Claim {
         name: "nested_shards",
         threads: &["pytorch/pytorch#194457"],
@@ -49,6 +50,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "layouts.rs",
         run: layouts::view_of_columns,
     },
+    // Fails if an all-gather over two axes has the sizes of the shards in another order.
     Claim {
         name: "view_over_two_axes",
         threads: &["pytorch/pytorch#186282"],
@@ -104,6 +106,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "randomness.rs",
         run: randomness::training_loss,
     },
+    // Fails if `from_local` gives the gradient of a partial sum as a partial sum.
     Claim {
         name: "partial_gradients",
         threads: &["pytorch/pytorch#172932"],
@@ -111,6 +114,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "gradients.rs",
         run: gradients::partial_gradients,
     },
+    // Fails if a number is added to partial sums where they are.
     Claim {
         name: "partial_sums",
         threads: &["pytorch/pytorch#163193", "pytorch/pytorch#147180", "pytorch/torchtitan#2106"],
@@ -196,6 +200,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "failures.rs",
         run: failures::readable_errors,
     },
+    // Fails if ranks do not compare their calls.
     Claim {
         name: "different_sizes",
         threads: &["pytorch/pytorch#174844", "pytorch/pytorch#140563"],
@@ -203,6 +208,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         file: "failures.rs",
         run: failures::different_sizes,
     },
+    // Fails if ranks do not compare their calls.
     Claim {
         name: "different_calls",
         threads: &["pytorch/pytorch#22071"],
