@@ -438,7 +438,8 @@ impl Restore for &DeviceMesh {
     }
 }
 
-/// The position in the data, with the number of samples and the shuffle seed, under `data`.
+/// The position in the data, with the number of samples (of each source and its share, if there are several) and the shuffle seed, under
+/// `data`.
 impl<D: Dataset> Stateful for &mut Batches<D> {
     fn entry(&self) -> &str {
         "data"
@@ -457,7 +458,12 @@ impl<D: Dataset> Stateful for &Batches<D> {
     fn state(&self) -> Result<State> {
         let seed = self.order().seed().map_or(Value::None, |seed| Value::Int(seed.cast_signed()));
         let number = |number: u64| State::from(number.cast_signed());
-        let position = [("position", number(self.position())), ("samples", number(self.order().samples()))];
+        // A position in several sources means nothing in one source of as many samples.
+        let samples = self
+            .order()
+            .shares_text()
+            .map_or_else(|| number(self.order().samples()), |shares| State::Value(Value::Text(shares)));
+        let position = [("position", number(self.position())), ("samples", samples)];
         Ok(State::map(position.into_iter().chain([("seed", State::Value(seed))])))
     }
 }

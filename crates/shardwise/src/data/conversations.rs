@@ -123,7 +123,7 @@ fn fields_of(line: &str) -> String {
 }
 
 /// Largest line: a document of a few million tokens. A file without line ends would become memory as a whole.
-const MOST_LINE_BYTES: u64 = 64 << 20;
+pub(super) const MOST_LINE_BYTES: u64 = 64 << 20;
 
 /// Reads a file of JSON lines: conversations `{"messages": [...]}`, optionally with `tools`, completions
 /// `{"prompt": ..., "completion": ...}`, and plain texts `{"text": ...}`, of which all tokens count in the loss. Local.

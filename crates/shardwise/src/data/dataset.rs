@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
+use super::order::SampleOrder;
+use super::token_file::TokenFile;
 use crate::error::{ErrorKind, Result};
 
 /// A map-style dataset: samples by index, each of one or more tensors.
@@ -18,9 +20,15 @@ pub trait Dataset {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// The order in which [`Batches`](super::Batches) draws samples before it is shuffled; one after the other by default. A
+    /// [`Mixture`](super::Mixture) draws by weight.
+    fn order(&self) -> Result<SampleOrder> {
+        SampleOrder::new(self.len())
+    }
 }
 
-/// A tokenized text, split into consecutive sequences of one length, for language models.
+/// A tokenized text, in memory or in a file, split into consecutive sequences of one length, for language models.
 ///
 /// A sample has two i64 tensors: the ids of a sequence, and its targets, which are one token ahead. Tokens at the end that do
 /// not fill a sequence are dropped.
@@ -37,8 +45,15 @@ pub trait Dataset {
 /// ```
 #[derive(Debug, Clone)]
 pub struct TokenSequences {
-    tokens: Arc<[u32]>,
+    tokens: TokenStore,
     length: usize,
+}
+
+/// Where tokens are.
+#[derive(Debug, Clone)]
+enum TokenStore {
+    Memory(Arc<[u32]>),
+    File(TokenFile),
 }
 
 impl TokenSequences {
@@ -47,28 +62,50 @@ impl TokenSequences {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the tokens do not fill one sequence and its last target.
     pub fn new(tokens: impl Into<Arc<[u32]>>, length: usize) -> Result<Self> {
-        let tokens = tokens.into();
-        if length == 0 || tokens.len() <= length {
-            let found = format!("{} token(s) for sequences of {length}", tokens.len());
+        TokenSequences { tokens: TokenStore::Memory(tokens.into()), length }.checked()
+    }
+
+    /// Splits the tokens of a file into sequences of `length`. A sample is read when it is asked for: nothing stays in memory.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_file(file: TokenFile, length: usize) -> Result<Self> {
+        TokenSequences { tokens: TokenStore::File(file), length }.checked()
+    }
+
+    fn token_count(&self) -> usize {
+        match &self.tokens {
+            TokenStore::Memory(tokens) => tokens.len(),
+            TokenStore::File(file) => file.len(),
+        }
+    }
+
+    fn checked(self) -> Result<Self> {
+        let (tokens, length) = (self.token_count(), self.length);
+        if length == 0 || tokens <= length {
+            let found = format!("{tokens} token(s) for sequences of {length}");
             let needed = "sequences of at least 1 token, and more tokens than one of them has";
             return Err(ErrorKind::Data.error("tokens", found, needed, "use more text or shorter sequences"));
         }
-        Ok(TokenSequences { tokens, length })
+        Ok(self)
     }
 }
 
 impl Dataset for TokenSequences {
     fn len(&self) -> usize {
-        (self.tokens.len() - 1) / self.length
+        (self.token_count() - 1) / self.length
     }
 
     fn sample(&self, index: usize) -> Result<Vec<Tensor>> {
-        let sequence = |start: usize| -> Result<Tensor> {
-            let ids = self.tokens[start..start + self.length].iter().map(|&token| i64::from(token));
-            Ok(Tensor::from_vec(ids.collect(), self.length, &Device::Cpu)?)
+        let range = index * self.length..(index + 1) * self.length + 1;
+        let ids: Vec<i64> = match &self.tokens {
+            TokenStore::Memory(tokens) => tokens[range].iter().map(|&token| i64::from(token)).collect(),
+            TokenStore::File(file) => file.read(range)?.into_iter().map(i64::from).collect(),
         };
-        let start = index * self.length;
-        Ok(vec![sequence(start)?, sequence(start + 1)?])
+        let sequence = |from: usize| -> Result<Tensor> {
+            Ok(Tensor::from_slice(&ids[from..from + self.length], self.length, &Device::Cpu)?)
+        };
+        Ok(vec![sequence(0)?, sequence(1)?])
     }
 }
 
@@ -79,5 +116,23 @@ impl<D: Dataset + ?Sized> Dataset for &D {
 
     fn sample(&self, index: usize) -> Result<Vec<Tensor>> {
         (**self).sample(index)
+    }
+
+    fn order(&self) -> Result<SampleOrder> {
+        (**self).order()
+    }
+}
+
+impl<D: Dataset + ?Sized> Dataset for Box<D> {
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+
+    fn sample(&self, index: usize) -> Result<Vec<Tensor>> {
+        (**self).sample(index)
+    }
+
+    fn order(&self) -> Result<SampleOrder> {
+        (**self).order()
     }
 }

@@ -1,5 +1,8 @@
 //! Data loading: batches in a reproducible order, sharded over mesh axes, resumable on any number of ranks.
 //!
+//! Data may be larger than memory: a [`TokenFile`] is read as it is needed, [`Tokenization`] writes one from texts of any size, and a
+//! [`Mixture`] draws from several sources by weight.
+//!
 //! The position in the data is the number of samples drawn so far. It does not depend on the mesh, so that a run that resumes
 //! on another mesh loses and repeats no sample.
 //!
@@ -21,14 +24,24 @@
 //! ```
 
 mod conversations;
-mod dataset;
 mod order;
+mod token_file;
+mod dataset;
+mod mixture;
 mod packing;
+#[cfg(feature = "parquet")]
+mod parquet_texts;
+mod texts;
+mod tokenize;
 
 pub use conversations::{IGNORED_LABEL, LabeledTokens, read_documents};
 pub use dataset::{Dataset, TokenSequences};
+pub use mixture::Mixture;
 pub use order::SampleOrder;
 pub use packing::{PackedSequences, Packing};
+pub use texts::{TextPart, Texts, data_files};
+pub use token_file::{TokenFile, TokenFileWriter, TokenType};
+pub use tokenize::{Tokenization, TokenizeProgress};
 
 use candle_core::{Shape, Tensor};
 
@@ -59,7 +72,7 @@ impl<D: Dataset> Batches<D> {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the dataset has no samples.
     pub fn new(dataset: D, mesh: &DeviceMesh) -> Result<Self> {
-        let order = SampleOrder::new(dataset.len())?;
+        let order = dataset.order()?;
         let placements = vec![Placement::Replicate; mesh.ndim()];
         Ok(Batches { dataset, mesh: mesh.clone(), placements, order, batch: 1, position: 0 })
     }
@@ -90,7 +103,7 @@ impl<D: Dataset> Batches<D> {
         self.position
     }
 
-    /// Number of complete epochs.
+    /// Number of complete epochs; of a [`Mixture`] as if it had no weights, see [`SampleOrder::drawn`].
     pub fn epoch(&self) -> u64 {
         self.position / self.order.samples()
     }

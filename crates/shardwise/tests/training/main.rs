@@ -3,6 +3,7 @@
 mod auto_plan;
 mod clipping_layouts;
 mod data;
+mod data_sources;
 mod fsdp;
 mod layers;
 mod lora;
