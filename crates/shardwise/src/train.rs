@@ -30,6 +30,7 @@
 use candle_core::DType;
 
 use crate::autograd::{BackwardOptions, Gradients};
+use crate::data::IGNORED_LABEL;
 use crate::error::{ErrorKind, Result};
 use crate::models::Model;
 use crate::nn::EvaluationScope;
@@ -48,6 +49,43 @@ pub struct Trainer<M> {
     pub optimizer: ShardedOptimizer,
     max_norm: Option<f64>,
     defer_reduction: bool,
+    /// The tensor of a batch with its targets, whose number weights the batch.
+    targets: Option<usize>,
+}
+
+/// Ends a training run whose loss on other data no longer becomes lower.
+///
+/// ```
+/// use shardwise::train::EarlyStopping;
+///
+/// let stopping = EarlyStopping::new(2);
+/// assert!(!stopping.has_converged([3.0, 2.0, 2.5, 1.9, 2.0]));
+/// assert!(stopping.has_converged([3.0, 2.0, 2.5, 1.9, 2.0, 1.95]));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EarlyStopping {
+    patience: u64,
+}
+
+impl EarlyStopping {
+    /// Stops after `patience` evaluations in a row that are not lower than the lowest one before.
+    pub fn new(patience: u64) -> Self {
+        EarlyStopping { patience }
+    }
+
+    /// Whether the run should end after these losses, the first one first. It depends on nothing else, so that a run that resumes
+    /// with the losses of the one before stops where that one would have. NaN is not lower than anything.
+    pub fn has_converged(&self, losses: impl IntoIterator<Item = f64>) -> bool {
+        let (mut lowest, mut since) = (f64::INFINITY, 0);
+        for loss in losses {
+            if loss < lowest {
+                (lowest, since) = (loss, 0);
+            } else {
+                since += 1;
+            }
+        }
+        since >= self.patience.max(1)
+    }
 }
 
 /// Loss and gradient norm of a training step.
@@ -62,7 +100,7 @@ pub struct TrainingStep {
 impl<M: Model> Trainer<M> {
     /// A trainer that does not clip gradients.
     pub fn new(model: M, optimizer: ShardedOptimizer) -> Self {
-        Trainer { model, optimizer, max_norm: None, defer_reduction: false }
+        Trainer { model, optimizer, max_norm: None, defer_reduction: false, targets: None }
     }
 
     /// Clips gradients to a total norm of `max_norm` in every step.
@@ -80,14 +118,24 @@ impl<M: Model> Trainer<M> {
         Trainer { defer_reduction: true, ..self }
     }
 
+    /// Weights the batches of [`step_on_all`](Self::step_on_all) by how many of their targets count, which are those other than
+    /// [`IGNORED_LABEL`] in tensor `column` of a batch. The step is then that of one large batch also if batches have different amounts of
+    /// padding; by default every batch has the same weight.
+    #[doc(alias = "num_items_in_batch")]
+    #[must_use]
+    pub fn weight_by_targets(self, column: usize) -> Self {
+        Trainer { targets: Some(column), ..self }
+    }
+
     /// Runs one training step on a batch: forward, backward, clipping, update. Collective: all ranks of the mesh must call it.
     #[track_caller]
     pub fn step(&mut self, batch: &[DTensor]) -> Result<TrainingStep> {
-        let (gradients, loss) = self.gradients(batch, 1)?;
+        let (gradients, loss) = self.gradients(batch, 1.0)?;
         self.apply(gradients, loss)
     }
 
-    /// Runs one training step on several batches with averaged gradients (gradient accumulation).
+    /// Runs one training step on several batches with averaged gradients (gradient accumulation), see
+    /// [`weight_by_targets`](Self::weight_by_targets).
     ///
     /// Collective: all ranks of the mesh must call it.
     ///
@@ -96,8 +144,9 @@ impl<M: Model> Trainer<M> {
     #[track_caller]
     pub fn step_on_all(&mut self, batches: &[Vec<DTensor>]) -> Result<TrainingStep> {
         let mut sum: Option<(Gradients, f64)> = None;
-        for batch in batches {
-            let (gradients, loss) = self.gradients(batch, batches.len())?;
+        // The mean of a batch without targets is NaN, and it adds nothing.
+        for (batch, share) in batches.iter().zip(self.shares(batches)?).filter(|(_, share)| *share > 0.0) {
+            let (gradients, loss) = self.gradients(batch, share)?;
             sum = Some(match sum {
                 Some((all, before)) => (all.accumulate(gradients)?, before + loss),
                 None => (gradients, loss),
@@ -124,14 +173,42 @@ impl<M: Model> Trainer<M> {
         no_grad(|| self.model.batch_loss(batch)).and_then(|loss| number(&loss))
     }
 
-    /// Gradients and loss of one of `batches` batches, scaled by `1 / batches`.
+    /// The part of each batch in the loss of a step.
     #[track_caller]
-    fn gradients(&self, batch: &[DTensor], batches: usize) -> Result<(Gradients, f64)> {
+    fn shares(&self, batches: &[Vec<DTensor>]) -> Result<Vec<f64>> {
+        let Some(column) = self.targets.filter(|_| batches.len() > 1) else {
+            return Ok(vec![1.0 / batches.len().max(1) as f64; batches.len()]);
+        };
+        let counted = |batch: &Vec<DTensor>| match batch.get(column) {
+            Some(targets) => number(&targets.ne(IGNORED_LABEL)?.to_dtype(DType::F64)?.sum_all()?),
+            None => {
+                let (found, needed) =
+                    (format!("{} tensor(s) in a batch", batch.len()), format!("targets as tensor {column}"));
+                Err(ErrorKind::Argument.error(
+                    "batches",
+                    found,
+                    needed,
+                    "name the tensor in `Trainer::weight_by_targets`",
+                ))
+            }
+        };
+        let counts = batches.iter().map(counted).collect::<Result<Vec<f64>>>()?;
+        let total: f64 = counts.iter().sum();
+        if total == 0.0 {
+            let fix = "leave such batches out";
+            return Err(ErrorKind::Data.error("batches", "no target that counts", "at least one", fix));
+        }
+        Ok(counts.iter().map(|count| count / total).collect())
+    }
+
+    /// Gradients and loss of one of several batches, scaled by its part in the step.
+    #[track_caller]
+    fn gradients(&self, batch: &[DTensor], share: f64) -> Result<(Gradients, f64)> {
         let loss = self.model.batch_loss(batch)?;
-        let share = if batches == 1 { loss.clone() } else { loss.mul_scalar(1.0 / batches as f64)? };
         let options = BackwardOptions { defer_reduction: self.defer_reduction, ..BackwardOptions::default() };
-        let gradients = share.backward_options(options)?;
-        Ok((gradients, number(&loss)? / batches as f64))
+        let scaled = if share == 1.0 { loss.clone() } else { loss.mul_scalar(share)? };
+        let gradients = scaled.backward_options(options)?;
+        Ok((gradients, number(&loss)? * share))
     }
 
     #[track_caller]

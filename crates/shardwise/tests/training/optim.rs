@@ -335,6 +335,21 @@ fn schedules_warm_up_and_decay() {
     assert!(cosine.lr(6, 2.0) > linear.lr(6, 2.0) && cosine.lr(10, 2.0) < linear.lr(10, 2.0));
     assert_eq!(Schedule::Constant.lr(1 << 40, 0.3), 0.3);
     assert_eq!(Schedule::Linear { warmup: 0, total: 0, end: 0.5 }.lr(0, 1.0), 0.5);
+    let wsd = Schedule::WarmupStableDecay { warmup, decay: 4, total, end };
+    let rates: Vec<f64> = (0..14).map(|step| wsd.lr(step, 2.0)).collect();
+    assert_eq!(rates[..9], [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]);
+    let expected = [2.0, 1.55, 1.1, 0.65, 0.2, 0.2];
+    assert!(rates[8..].iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{rates:?}");
+    // A longer run has the same rates until the decay begins.
+    let longer = Schedule::WarmupStableDecay { warmup, decay: 4, total: 30, end };
+    assert!((0..9).all(|step| longer.lr(step, 2.0) == wsd.lr(step, 2.0)));
+    // A decay longer than the run leaves the warmup.
+    let short = Schedule::WarmupStableDecay { warmup, decay: 99, total, end };
+    assert!((0..14).all(|step| short.lr(step, 2.0) == linear.lr(step, 2.0)));
+    let sqrt = Schedule::InverseSqrt { warmup };
+    assert_eq!((0..4).map(|step| sqrt.lr(step, 2.0)).collect::<Vec<_>>(), [0.5, 1.0, 1.5, 2.0]);
+    assert_eq!((sqrt.lr(15, 2.0), sqrt.lr(63, 2.0)), (1.0, 0.5));
+    assert_eq!(Schedule::InverseSqrt { warmup: 0 }.lr(3, 1.0), 0.5);
     let run = move |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let param = Param::new(&DTensor::zeros(3, DType::F64, &mesh, [Shard(0)])?);

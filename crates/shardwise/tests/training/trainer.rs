@@ -1,10 +1,10 @@
 //! The training loop: gradient accumulation, clipping, and evaluation without side effects on the model.
 
 use candle_core::{Device, Tensor};
-use shardwise::data::{Batches, Dataset};
+use shardwise::data::{Batches, Dataset, IGNORED_LABEL};
 use shardwise::models::Model;
 use shardwise::nn::{Dropout, Linear};
-use shardwise::ops::Reduction;
+use shardwise::ops::{LossOptions, Reduction};
 use shardwise::optim::ParamGroup;
 use shardwise::prelude::*;
 use shardwise::train::Trainer;
@@ -80,6 +80,73 @@ fn gradient_accumulation_equals_one_large_batch() {
         };
         launch(ranks, run).unwrap();
     }
+}
+
+/// Classes of tokens, some of which are padding.
+#[derive(Module)]
+struct Tagger {
+    layer: Linear,
+}
+
+impl Model for Tagger {
+    fn batch_loss(&self, batch: &[DTensor]) -> Result<DTensor> {
+        let logits = self.layer.forward(&batch[0])?;
+        let options = LossOptions { ignore_index: IGNORED_LABEL, ..LossOptions::default() };
+        logits.reshape(&[-1, 5])?.cross_entropy(&batch[1].flatten(0, -1)?, options)
+    }
+}
+
+/// Sequences of four tokens, of which sample `i` has `i % 5` that count.
+struct Padded;
+
+impl Dataset for Padded {
+    fn len(&self) -> usize {
+        24
+    }
+
+    fn sample(&self, index: usize) -> Result<Vec<Tensor>> {
+        let inputs: Vec<f64> = (0..12).map(|i| ((index * 5 + i * 3) % 7) as f64 - 3.0).collect();
+        let label = |i: usize| if i < index % 5 { ((index + i) % 5) as i64 } else { IGNORED_LABEL };
+        let targets: Vec<i64> = (0..4).map(label).collect();
+        Ok(vec![Tensor::from_vec(inputs, (4, 3), &Device::Cpu)?, Tensor::from_vec(targets, 4, &Device::Cpu)?])
+    }
+}
+
+#[test]
+fn accumulation_by_targets_equals_one_large_batch_with_any_padding() {
+    let run = |world: World| {
+        let mesh = world.mesh([("dp", 2)])?;
+        let trainer = || -> Result<Trainer<Tagger>> {
+            mesh.manual_seed(3);
+            let builder = Builder::new(&mesh).dtype(DType::F64).placed(|_, _| vec![Shard(0)]);
+            let model = Tagger { layer: Linear::new(&builder.child("layer"), 3, 5)? };
+            let optimizer = ParamGroup::new(Sgd::default()).with_lr(0.05).over(&model)?;
+            Ok(Trainer::new(model, optimizer))
+        };
+        let numbers = |trainer: &Trainer<Tagger>| -> Result<Vec<f64>> {
+            Ok(trainer.model.layer.weight.get().full_tensor()?.flatten_all()?.to_vec1()?)
+        };
+        let batches = |samples: usize| Batches::new(Padded, &mesh)?.batch(samples).sharded("dp");
+        let far = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        let (mut one, mut by_targets, mut by_batches) = (trainer()?, trainer()?.weight_by_targets(1), trainer()?);
+        // Batches of one sample: the first one has no target that counts.
+        let (mut whole, mut parts) = (batches(12)?, batches(1)?);
+        let large = one.step(&whole.next_batch()?)?;
+        let drawn = (0..12).map(|_| parts.next_batch()).collect::<Result<Vec<_>>>()?;
+        let same = by_targets.step_on_all(&drawn)?;
+        assert!((large.loss - same.loss).abs() < 1e-12, "{large:?}, {same:?}");
+        assert!(far(&numbers(&one)?, &numbers(&by_targets)?) < 1e-13);
+        // Equal weights give another step.
+        let other = by_batches.step_on_all(&drawn[1..5])?;
+        let same = trainer()?.weight_by_targets(1).step_on_all(&drawn[1..5])?;
+        assert!((other.loss - same.loss).abs() > 1e-4, "{other:?}, {same:?}");
+        let error = by_targets.step_on_all(&[drawn[0].clone(), drawn[5].clone()]).unwrap_err().to_string();
+        assert!(error.contains("no target that counts"), "{error}");
+        let mut wrong = trainer()?.weight_by_targets(2);
+        assert!(wrong.step_on_all(&drawn[1..3]).unwrap_err().to_string().contains("tensor 2"));
+        Ok(())
+    };
+    launch(2, run).unwrap();
 }
 
 #[test]
