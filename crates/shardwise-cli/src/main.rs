@@ -33,6 +33,7 @@ mod plan;
 mod processes;
 mod report;
 mod show;
+mod tokenize;
 mod train;
 
 use std::process::ExitCode;
@@ -65,6 +66,7 @@ Examples:
   mpirun -n 4 shardwise train --plan fsdp   one rank per process
   shardwise generate shardwise-out --prompt Alice
   shardwise generate model.gguf --chat      talk to a model
+  shardwise tokenize texts/ --out texts.bin
   shardwise embed MODEL sentences.txt       compute sentence embeddings
   shardwise ckpt inspect DIRECTORY          list the contents of a checkpoint
   shardwise ckpt convert model.gguf hf/ --to hf   convert for Hugging Face
@@ -98,6 +100,8 @@ enum CliCommand {
     Report(report::ReportOptions),
     /// Inspect, verify, compare, convert and reshard checkpoints
     Ckpt(ckpt::CkptOptions),
+    /// Tokenize texts of any size into a file to train on
+    Tokenize(tokenize::TokenizeOptions),
 }
 
 impl CliCommand {
@@ -111,7 +115,8 @@ impl CliCommand {
             | CliCommand::Plan(_)
             | CliCommand::Comms(_)
             | CliCommand::Report(_)
-            | CliCommand::Ckpt(_) => false,
+            | CliCommand::Ckpt(_)
+            | CliCommand::Tokenize(_) => false,
         }
     }
 }
@@ -137,6 +142,7 @@ fn main() -> ExitCode {
         CliCommand::Embed(options) => embed::run(&options),
         CliCommand::Report(options) => report::run(&options),
         CliCommand::Ckpt(options) => return exit_code(ckpt::run(&options)),
+        CliCommand::Tokenize(options) => tokenize::run(&options),
     };
     exit_code(result.map(|()| true))
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use clap::Args;
 use serde::Serialize;
-use shardwise::error::ErrorKind;
+use shardwise::error::{ErrorKind, nearest};
 use shardwise::ops::{AttentionOptions, BlockType, ConvOptions, LossOptions, QuantizedTensor};
 use shardwise::optim::{AdamW, ShardedOptimizer};
 use shardwise::param::Param;
@@ -15,7 +15,7 @@ use shardwise_mpi::Settings;
 
 use crate::output::{RowPrinter, TableRow};
 
-mod peak;
+pub(super) mod peak;
 
 use peak::Work;
 
@@ -83,6 +83,7 @@ pub(crate) fn run(options: &BenchKernelsOptions) -> Result<()> {
             floors: Vec::new(),
             rows: RowPrinter::new(json, 83),
             ran: Vec::new(),
+            names: Vec::new(),
         };
         elementwise(&mut bench, &mesh)?;
         reductions(&mut bench, &mesh)?;
@@ -95,12 +96,9 @@ pub(crate) fn run(options: &BenchKernelsOptions) -> Result<()> {
         let unknown: Vec<&str> = only.iter().filter(|name| !bench.ran.contains(name)).map(String::as_str).collect();
         if !unknown.is_empty() {
             let needed = "names of cases as the table lists them";
-            return Err(ErrorKind::Argument.error(
-                "--only",
-                unknown.join(","),
-                needed,
-                "run without --only to see them",
-            ));
+            let near = nearest(unknown[0], bench.names.iter().map(String::as_str));
+            let fix = format!("the nearest are {near}; run without --only to see all");
+            return Err(ErrorKind::Argument.error("--only", unknown.join(","), needed, fix));
         }
         Ok(())
     };
@@ -117,6 +115,8 @@ struct KernelBench<'a> {
     rows: RowPrinter,
     /// Names of the cases so far.
     ran: Vec<String>,
+    /// Names of all cases.
+    names: Vec<String>,
 }
 
 impl KernelBench<'_> {
@@ -132,6 +132,7 @@ impl KernelBench<'_> {
         prepare: impl Fn() -> Result<P>,
         call: impl Fn(P) -> Result<R>,
     ) -> Result<()> {
+        self.names.push(name.to_string());
         if !self.only.is_empty() && !self.only.iter().any(|only| only == name) {
             return Ok(());
         }

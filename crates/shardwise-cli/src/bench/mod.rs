@@ -3,6 +3,7 @@
 mod ckpt;
 mod case;
 mod collectives;
+mod data;
 mod decode;
 mod dispatch;
 mod kernels;
@@ -11,6 +12,8 @@ mod raw_mpi;
 mod redistribute;
 mod timing;
 mod train;
+
+pub(crate) use kernels::peak::{Work, floor_ms, peak_flops_per_s};
 
 use clap::Subcommand;
 use shardwise::Result;
@@ -21,6 +24,8 @@ pub(crate) enum Bench {
     Ckpt(ckpt::BenchCkptOptions),
     /// Latency and throughput of collectives, compared with memcpy
     Collectives(collectives::BenchCollectivesOptions),
+    /// Throughput of training data from token files, compared with plain reads
+    Data(data::BenchDataOptions),
     /// Tokens per second of a language model, compared with the memory bandwidth
     Decode(decode::BenchDecodeOptions),
     /// Overhead of operators over plain candle operations, and the cost of first calls
@@ -36,13 +41,14 @@ pub(crate) enum Bench {
 impl Bench {
     /// Whether every process of an MPI job takes part.
     pub(crate) fn runs_on_all_processes(&self) -> bool {
-        !matches!(self, Bench::Dispatch(_) | Bench::Kernels(_))
+        !matches!(self, Bench::Data(_) | Bench::Dispatch(_) | Bench::Kernels(_))
     }
 
     pub(crate) fn run(self) -> Result<()> {
         match self {
             Bench::Ckpt(options) => ckpt::run(&options),
             Bench::Collectives(options) => collectives::run(&options),
+            Bench::Data(options) => data::run(&options),
             Bench::Decode(options) => decode::run(&options),
             Bench::Dispatch(options) => dispatch::run(&options),
             Bench::Kernels(options) => kernels::run(&options),

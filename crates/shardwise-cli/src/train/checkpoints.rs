@@ -32,8 +32,8 @@ pub(super) struct ResumePoint {
     pub(super) settings: TrainSettings,
     /// Number of steps done.
     pub(super) step: u64,
-    /// Number of sequences per epoch.
-    samples: u64,
+    /// Number of sequences per epoch, or those of several sources with their shares.
+    samples: Value,
     /// Seed of the shuffling.
     seed: u64,
     /// Checkpoints of earlier steps of the same run, the latest one first.
@@ -98,7 +98,8 @@ impl ResumePoint {
     fn read(path: &Path) -> Result<ResumePoint> {
         let catalog = checkpoint::open(path)?;
         let number = |name: &str| -> Result<u64> { Ok(catalog.value(name)?.read::<i64>()?.cast_unsigned()) };
-        let (step, samples, seed) = (number("step")?, number("data.samples")?, number("data.seed")?);
+        let (step, seed) = (number("step")?, number("data.seed")?);
+        let samples = catalog.value("data.samples")?;
         let settings = TrainSettings { seed: Some(seed), ..catalog.value("settings")?.read()? };
         let config = catalog.value("config")?.read()?;
         let (path, older, skipped) = (path.to_path_buf(), Vec::new(), Vec::new());
@@ -180,8 +181,8 @@ impl ResumePoint {
     fn load_this(&self, world: &World, run: &mut TrainingRun, job: &TrainJob) -> Result<bool> {
         let TrainingRun { trainer, mesh, batches, step } = run;
         let (model, optimizer) = (&trainer.model, &mut trainer.optimizer);
-        let order = batches.order();
-        let other_data = (order.samples(), order.seed()) != (self.samples, Some(self.seed));
+        let own = State::of((&*batches,))?;
+        let other_data = own.value("data.samples")? != self.samples || batches.order().seed() != Some(self.seed);
         match other_data {
             true => checkpoint::load_into(world, &self.path, (model, &mut *optimizer, &*mesh))?,
             false => checkpoint::load_into(world, &self.path, (model, &mut *optimizer, &*mesh, batches))?,

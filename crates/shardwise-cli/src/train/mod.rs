@@ -3,6 +3,7 @@
 pub(crate) mod checkpoints;
 mod curve;
 mod data;
+mod sources;
 mod history;
 pub(crate) mod lora;
 mod output_lock;
@@ -21,15 +22,18 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 
 use clap::Args;
+use shardwise::comm::engine::available_cores;
 use shardwise::comm::{CommReport, DUMP_DIR_VARIABLE};
 use shardwise::mesh::Network;
 use shardwise::prelude::*;
 use shardwise_mpi::Settings;
 
-use checkpoints::{ResumePoint, is_same};
+use checkpoints::{ResumePoint, is_run, is_same};
+pub(crate) use data::tokenizer_file;
 use run::{HAS_BEGUN, PreparedRun, RunOutcome, RunOutputs, RunSummary, STOP, WORLD, train_on_rank};
 use settings::TrainSettings;
 
+use crate::bench::peak_flops_per_s;
 use crate::model_target::check_model_target;
 use crate::processes;
 use crate::report::DUMP_DIR;
@@ -56,6 +60,8 @@ Examples:
   shardwise train --config job.toml --lr 0.001 --report
   shardwise train --save-every 50 --keep 2
   shardwise train --resume --mesh tp=2 --steps 600
+  shardwise train --resume=auto --save-every 50
+  shardwise train --data web.bin=0.7 --data books/=0.3 --eval-data val.bin
   shardwise train --model llama --out llama --export-hf llama-hf
   shardwise train --init model/ --data chats.jsonl --mesh dp=2 --plan fsdp
   shardwise train --init model/ --lora rank=8,targets=q_proj+v_proj
@@ -70,7 +76,8 @@ pub(crate) struct TrainOptions {
     #[command(flatten)]
     settings: TrainSettings,
     /// Continue from a checkpoint, on any mesh with any plan: the latest one in a directory, or one checkpoint [default: the
-    /// directory of --out]. With the same mesh and plan the losses are bitwise equal to those of an uninterrupted run
+    /// directory of --out]; `auto` continues from --out if it has a checkpoint, and begins if not. With the same mesh and plan the
+    /// losses are bitwise equal to those of an uninterrupted run
     #[arg(long, value_name = "DIR")]
     resume: Option<Option<PathBuf>>,
     /// Delete checkpoints of later steps that an earlier run left in the output directory, and replace a model that --export-hf
@@ -115,7 +122,7 @@ pub(crate) fn run(options: TrainOptions) -> Result<()> {
     let mut settings = Settings::from_env()?;
     let dumps = std::env::var_os(DUMP_DIR_VARIABLE).map_or_else(|| prepared.job.out.join(DUMP_DIR), PathBuf::from);
     settings = settings.dump_dir(&dumps);
-    let RunOutcome { summary, report } = settings
+    let RunOutcome { mut summary, report } = settings
         .launch(prepared.job.mesh.size(), move |world| train_on_rank(&world, &prepared))
         .inspect_err(|error| match HAS_BEGUN.load(Relaxed) || is_missing_rank(error) {
             true => tell_dumps(&dumps),
@@ -123,6 +130,10 @@ pub(crate) fn run(options: TrainOptions) -> Result<()> {
             false => drop(std::fs::remove_dir_all(&dumps)),
         })?;
     if processes::is_first() {
+        // After the ranks have ended: they would share the cores with the measurement.
+        if processes::launched().is_none() {
+            summary.utilization = Some(summary.flops_per_s / peak_flops_per_s(available_cores())?);
+        }
         print_summary(&summary, with_report.then_some(&report), json)?;
     }
     Ok(())
@@ -151,10 +162,22 @@ fn on_interrupt(handler: impl FnMut() + Send + 'static) -> Result<()> {
     Ok(())
 }
 
+/// The value of --resume that begins if there is nothing to continue.
+const AUTO: &str = "auto";
+
+/// Whether a run has saved a checkpoint in its output directory.
+fn has_checkpoints(out: &Path) -> Result<bool> {
+    Ok(is_run(out) && !checkpoints::series(out).steps()?.is_empty())
+}
+
 /// Resolves and checks all options before anything is written.
 fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let mut settings = options.settings.with_file(options.config.as_deref())?;
     let resumed = match &options.resume {
+        // Damaged checkpoints are an error and not a new beginning.
+        Some(Some(path)) if path == Path::new(AUTO) => {
+            has_checkpoints(settings.out())?.then(|| ResumePoint::find(settings.out())).transpose()?
+        }
         Some(path) => Some(ResumePoint::find(path.as_deref().unwrap_or(settings.out()))?),
         None => None,
     };
@@ -253,12 +276,18 @@ fn print_summary(summary: &RunSummary, report: Option<&CommReport>, json: bool) 
     writeln!(out, "steps          {}{stopped}", summary.steps)?;
     writeln!(out, "time           {:.1} s", summary.seconds)?;
     writeln!(out, "speed          {:.0} tokens/s", summary.tokens_per_s)?;
+    let share = summary.utilization.map(|share| format!(", {:.1} % of the peak of these cores", share * 100.0));
+    writeln!(out, "computation    {:.1} GFLOP/s{}", summary.flops_per_s / 1e9, share.unwrap_or_default())?;
     writeln!(out, "communication  {:.0} % of the time", summary.communication * 100.0)?;
+    writeln!(out, "memory         {:.1} MB at most, tensors of a rank", summary.peak_bytes as f64 / 1e6)?;
     match summary.loss {
         Some(loss) => writeln!(out, "loss           {loss:.3} (mean of the last steps)")?,
         None => writeln!(out, "loss           none: nothing left to train; raise --steps")?,
     }
     writeln!(out, "held-out loss  {:.3}, perplexity {:.2}", summary.held_out_loss, summary.held_out_loss.exp())?;
+    for (name, loss) in &summary.eval_losses {
+        writeln!(out, "loss on {name:<7}{loss:.3}, perplexity {:.2}", loss.exp())?;
+    }
     writeln!(out, "unigram loss   {:.3} (predicting only by token frequency)", summary.unigram_entropy)?;
     writeln!(out, "output         {}", summary.model.display())?;
     writeln!(out, "checkpoint     {}", summary.checkpoint.display())?;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use shardwise::Result;
+use shardwise::train::EarlyStopping;
 
 use super::checkpoints::cannot_write;
 use super::curve::Curves;
@@ -85,12 +86,31 @@ impl Progress {
         self.log(step)
     }
 
-    pub(super) fn evaluation(&self, step: u64, loss: f64) -> Result<()> {
-        self.view.borrow_mut().iter_mut().for_each(|view| view.held_out(loss));
-        self.print_line(&format!("step {step}: held-out loss {loss:.3}"));
-        self.history.borrow_mut().as_mut().map_or(Ok(()), |history| history.held_out(step, loss))?;
-        self.events(step, &[("loss/held_out".to_string(), loss)])?;
-        self.log(&serde_json::json!({ "step": step, "held_out_loss": loss }))
+    /// Records the losses on the sets to evaluate on, with their names. The first one is in the curve.
+    pub(super) fn evaluation(&self, step: u64, losses: &[(String, f64)]) -> Result<()> {
+        let first = losses[0].1;
+        self.view.borrow_mut().iter_mut().for_each(|view| view.held_out(first));
+        let mut entry = serde_json::json!({ "step": step, "held_out_loss": first });
+        let mut scalars = vec![("loss/held_out".to_string(), first)];
+        if let [_] = losses {
+            self.print_line(&format!("step {step}: held-out loss {first:.3}"));
+        } else {
+            let named = losses.iter().map(|(name, loss)| format!("{name} {loss:.3}")).collect::<Vec<_>>().join(", ");
+            self.print_line(&format!("step {step}: held-out losses: {named}"));
+            let entries = losses.iter().map(|(name, loss)| (name.clone(), serde_json::json!(loss)));
+            entry["eval_losses"] = entries.collect::<serde_json::Map<_, _>>().into();
+            scalars.extend(losses.iter().map(|(name, loss)| (format!("loss/eval/{name}"), *loss)));
+        }
+        self.history.borrow_mut().as_mut().map_or(Ok(()), |history| history.held_out(step, first))?;
+        self.events(step, &scalars)?;
+        self.log(&entry)
+    }
+
+    /// Whether the held-out loss has not improved for long enough to stop.
+    pub(super) fn has_converged(&self, stopping: EarlyStopping) -> bool {
+        let history = self.history.borrow();
+        let losses = history.iter().flat_map(|history| &history.losses.held_out);
+        stopping.has_converged(losses.map(|(_, loss)| *loss))
     }
 
     fn events(&self, step: u64, scalars: &[(String, f64)]) -> Result<()> {

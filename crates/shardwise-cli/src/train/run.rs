@@ -1,6 +1,7 @@
 //! A training run, as every rank executes it.
 
 use shardwise::error::ErrorKind;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -17,7 +18,7 @@ use shardwise::report::{RunReport, page};
 use shardwise::train::TrainingStep;
 
 use super::checkpoints::{self, ResumePoint, ResumedFrom, Saver, is_same};
-use super::data::{BatchShape, TextSequences, TokenizedText};
+use super::data::{BatchShape, TextData, TokenizedText};
 use super::history::LossHistory;
 use super::model_dir;
 use super::output_lock::OutputLock;
@@ -38,11 +39,21 @@ pub(super) struct RunSummary {
     pub(super) parameters: usize,
     /// Mean over the last tenth of the steps, at most 20: single batches are noisy. None if no step was left to run.
     pub(super) loss: Option<f64>,
-    /// On held-out text.
+    /// On held-out text, or on the first set of `--eval-data`.
     pub(super) held_out_loss: f64,
+    /// By name, if there are several sets to evaluate on.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) eval_losses: BTreeMap<String, f64>,
     /// Loss of predicting only by token frequency.
     pub(super) unigram_entropy: f64,
     pub(super) tokens_per_s: f64,
+    /// Floating-point operations of all ranks per second, as 6 per trained parameter and token and 4 per frozen one.
+    pub(super) flops_per_s: f64,
+    /// The same as a fraction of what the cores of this machine reach in registers; none under a launcher, whose hosts may differ.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) utilization: Option<f64>,
+    /// The largest memory of tensors that a rank had.
+    pub(super) peak_bytes: usize,
     /// Fraction of the time that rank 0 spent in collectives, waiting included.
     pub(super) communication: f64,
     pub(super) seconds: f64,
@@ -158,7 +169,8 @@ struct RankRun<'a> {
     world: &'a World,
     prepared: &'a PreparedRun,
     training: TrainingRun,
-    held_out: Batches<TextSequences>,
+    /// The sets to evaluate on.
+    held_out: Vec<(String, Batches<TextData>)>,
     saver: Saver<'a>,
     /// On rank 0.
     progress: Option<Progress>,
@@ -169,6 +181,8 @@ struct RankRun<'a> {
     losses: Vec<f64>,
     /// The collectives of the last step.
     report: Option<CommReport>,
+    /// The largest memory of a rank.
+    peak_bytes: usize,
     seconds: f64,
     /// Seconds in collectives.
     communicating: f64,
@@ -218,6 +232,7 @@ impl<'a> RankRun<'a> {
             is_over,
             losses: Vec::new(),
             report: None,
+            peak_bytes: 0,
             seconds: 0.0,
             communicating: 0.0,
             stops: false,
@@ -294,8 +309,9 @@ impl<'a> RankRun<'a> {
         let step = self.training.step;
         let is_due = |every: u64| every > 0 && step.is_multiple_of(every);
         if is_due(job.eval_every) && step < job.steps {
-            let loss = self.evaluate()?;
-            self.write(&|progress| progress.evaluation(step, loss))?;
+            let losses = self.evaluate()?;
+            self.write(&|progress| progress.evaluation(step, &losses))?;
+            self.stops |= self.has_converged()?;
         }
         if is_due(job.save_every) {
             self.saver.save(&self.training, job)?;
@@ -337,6 +353,7 @@ impl<'a> RankRun<'a> {
         let communication: f64 = report.0.iter().map(|(_, _, total)| total.duration.as_secs_f64()).sum();
         let waiting: f64 = report.0.iter().map(|(_, _, total)| total.waiting.as_secs_f64()).sum();
         let ranks = self.exchange_numbers(seconds, waiting)?;
+        self.peak_bytes = ranks.iter().map(|rank| rank.peak_bytes).max().unwrap_or(0);
         self.seconds += seconds;
         self.communicating += communication;
         self.losses.push(loss);
@@ -378,14 +395,30 @@ impl<'a> RankRun<'a> {
         Ok(all.iter().map(log).collect())
     }
 
-    /// The mean loss on held-out batches, always the same ones.
-    fn evaluate(&mut self) -> Result<f64> {
-        self.held_out.seek(0);
-        let mut sum = 0.0;
-        for _ in 0..EVAL_BATCHES {
-            sum += self.training.trainer.evaluate(&self.held_out.next_batch()?)?;
+    /// The mean loss on batches of every set to evaluate on, always the same ones.
+    fn evaluate(&mut self) -> Result<Vec<(String, f64)>> {
+        let mut losses = Vec::new();
+        for (name, batches) in &mut self.held_out {
+            batches.seek(0);
+            let mut sum = 0.0;
+            for _ in 0..EVAL_BATCHES {
+                sum += self.training.trainer.evaluate(&batches.next_batch()?)?;
+            }
+            losses.push((name.clone(), sum / EVAL_BATCHES as f64));
         }
-        Ok(sum / EVAL_BATCHES as f64)
+        Ok(losses)
+    }
+
+    /// Whether the loss on the first set has not improved for as many evaluations as were asked for, before a resume included.
+    /// Collective.
+    fn has_converged(&self) -> Result<bool> {
+        let Some(stopping) = self.job().patience else { return Ok(false) };
+        let has_converged = self.progress.as_ref().is_some_and(|progress| progress.has_converged(stopping));
+        let has_converged = is_on_any_rank(self.world, has_converged)?;
+        if has_converged {
+            self.print_line(&|| format!("step {}: the loss has not improved, stopping", self.training.step));
+        }
+        Ok(has_converged)
     }
 
     /// The prompt and its continuation by the model.
@@ -405,7 +438,7 @@ impl<'a> RankRun<'a> {
         if !self.is_over {
             self.saver.end(&self.training, job)?;
         }
-        let held_out_loss = self.evaluate()?;
+        let losses = self.evaluate()?;
         let sample = self.sample()?;
         let model = &self.training.trainer.model;
         if let (Some(settings), Some(init), false) = (&job.lora, &job.init, self.is_over) {
@@ -422,28 +455,39 @@ impl<'a> RankRun<'a> {
             }
             export_hf_with(self.world, path, model, &job.config, &files)?;
         }
-        let summary = self.summary(held_out_loss, sample);
+        let summary = self.summary(&losses, sample);
         self.write(&|progress| {
-            progress.evaluation(summary.steps, held_out_loss)?;
+            progress.evaluation(summary.steps, &losses)?;
             let title = format!("{} on {}, loss in nats per token", job.config.name(), job.mesh);
             progress.curve(&summary.curve, &title, summary.unigram_entropy, self.prepared.outputs.log_curve)
         })?;
         Ok(RunOutcome { summary, report: self.report.unwrap_or(CommReport(Vec::new())) })
     }
 
-    fn summary(&self, held_out_loss: f64, sample: String) -> RunSummary {
+    fn summary(&self, evaluated: &[(String, f64)], sample: String) -> RunSummary {
         let (job, steps, losses) = (self.job(), self.training.step, &self.losses);
         let outputs = &self.prepared.outputs;
         let tail = (losses.len() / 10).clamp(1, 20);
         let seconds = f64::max(self.seconds, 1e-9);
+        let tokens_per_s = (losses.len() * job.tokens_per_step()) as f64 / seconds;
+        let model = &self.training.trainer.model;
+        let trained: usize =
+            model.trainable_parameters().iter().map(|(_, param)| param.shape().iter().product::<usize>()).sum();
+        let all = model.parameter_count();
+        // Forward 2, gradients of activations 2, gradients of weights 2.
+        let flops_per_s = tokens_per_s * (6 * trained + 4 * all.saturating_sub(trained)) as f64;
         RunSummary {
             steps,
             stopped: steps < job.steps,
-            parameters: self.training.trainer.model.parameter_count(),
+            parameters: all,
             loss: (!losses.is_empty()).then(|| losses.iter().rev().take(tail).sum::<f64>() / tail as f64),
-            held_out_loss,
+            held_out_loss: evaluated[0].1,
+            eval_losses: if evaluated.len() > 1 { evaluated.iter().cloned().collect() } else { BTreeMap::new() },
             unigram_entropy: self.prepared.tokens.unigram_entropy(),
-            tokens_per_s: (losses.len() * job.tokens_per_step()) as f64 / seconds,
+            tokens_per_s,
+            flops_per_s,
+            utilization: None,
+            peak_bytes: self.peak_bytes,
             communication: self.communicating / seconds,
             seconds: self.seconds,
             sample,

@@ -17,9 +17,11 @@ use shardwise::plan::{PlanSearch, ShardingPlan};
 use shardwise::prelude::*;
 use shardwise::read_file::{MOST_CONFIG_BYTES, read_text};
 use shardwise::text::TextFiles;
+use shardwise::train::EarlyStopping;
 
 use super::data::{TokenizedText, tokenizer_file};
 use super::lora::LoraSettings;
+use super::sources::{DataSource, one_or_several};
 use crate::old_options;
 use crate::processes;
 
@@ -93,10 +95,17 @@ settings! {
     /// Shard activations on the sequence dimension over tp where they would be replicated [default: false]
     #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     sequence_parallel: bool,
-    /// Text file to train on, or JSON lines (.jsonl) with a conversation {"messages": [...]}, {"prompt": ..., "completion": ...}
-    /// or {"text": ...} each: the loss is on answers and completions [default: a built-in book]
-    #[arg(value_name = "FILE")]
-    data: PathBuf,
+    /// Text file to train on, JSON lines (.jsonl) with a conversation {"messages": [...]}, {"prompt": ..., "completion": ...} or
+    /// {"text": ...} each, whose loss is on answers and completions, a file of tokens (.bin, .u16, .u32) of nanoGPT, llm.c or `shardwise
+    /// tokenize`, which may be larger than memory, or a directory of such files. Several sources may have weights [default: a built-in
+    /// book]
+    #[arg(value_name = "PATH[=WEIGHT]")]
+    #[serde(default, deserialize_with = "one_or_several")]
+    data: Vec<DataSource>,
+    /// Evaluate on this file or directory, and train on all of --data; several sets are reported one by one [default: the last
+    /// tenth of each source is held out]
+    #[arg(value_name = "PATH")]
+    eval_data: Vec<PathBuf>,
     /// Put several documents of JSON lines into one sequence [default: true]
     #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     packing: bool,
@@ -115,7 +124,9 @@ settings! {
     /// Optimizer; parameters that it does not support (muon: all but matrices) use adamw [default: adamw]
     #[arg(value_parser = PossibleValuesParser::new(Algorithm::names().iter().copied()))]
     optimizer: String,
-    /// Peak learning rate, after a linear warm-up and before cosine decay to a tenth [default: 0.003 for adamw and muon, with
+    /// Learning-rate schedule after a linear warm-up; all but inverse-sqrt and constant end at a tenth of the peak [default: cosine]
+    schedule: ScheduleChoice,
+    /// Peak learning rate [default: 0.003 for adamw and muon, with
     /// --init 0.00002 and with --lora 0.0002, otherwise the default of the optimizer]
     lr: f64,
     /// Number of warm-up steps [default: a tenth of the steps]
@@ -138,6 +149,9 @@ settings! {
     /// Evaluate on held-out text every so many steps; 0 means only at the end [default: 50]
     #[arg(value_name = "STEPS")]
     eval_every: u64,
+    /// Stop when the loss on the (first) set to evaluate on has not been lower for so many evaluations [default: never]
+    #[arg(value_name = "EVALUATIONS")]
+    patience: u64,
     /// Generate a sample every so many steps; 0 means only at the end [default: 0]
     #[arg(value_name = "STEPS")]
     sample_every: u64,
@@ -212,6 +226,36 @@ impl PlanChoice {
     }
 }
 
+/// Learning-rate schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ScheduleChoice {
+    /// Half a cosine
+    Cosine,
+    /// A straight line
+    Linear,
+    /// Warm-up, stable, decay: the peak, and a straight line in the last fifth of the steps
+    Wsd,
+    /// The inverse square root of the step
+    InverseSqrt,
+    /// The peak
+    Constant,
+}
+
+impl ScheduleChoice {
+    fn schedule(self, warmup: u64, total: u64) -> Schedule {
+        const END: f64 = 0.1;
+        match self {
+            ScheduleChoice::Cosine => Schedule::Cosine { warmup, total, end: END },
+            ScheduleChoice::Linear => Schedule::Linear { warmup, total, end: END },
+            ScheduleChoice::Wsd => Schedule::WarmupStableDecay { warmup, decay: total / 5, total, end: END },
+            ScheduleChoice::InverseSqrt => Schedule::InverseSqrt { warmup },
+            // A decay that begins after the last step.
+            ScheduleChoice::Constant => Schedule::WarmupStableDecay { warmup, decay: 0, total: u64::MAX, end: 1.0 },
+        }
+    }
+}
+
 /// Data type of the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -242,6 +286,8 @@ pub(crate) struct TrainJob {
     pub(crate) accumulate: usize,
     pub(crate) seed: u64,
     pub(crate) eval_every: u64,
+    /// Evaluations without a lower loss that end the run.
+    pub(crate) patience: Option<EarlyStopping>,
     pub(crate) sample_every: u64,
     pub(crate) sample_tokens: usize,
     pub(crate) prompt: Option<String>,
@@ -322,9 +368,8 @@ impl TrainSettings {
             (None, None) => TextFiles::default(),
         };
         let packed = self.packing.unwrap_or(true);
-        let mut text = TokenizedText::read(self.data.as_deref(), files, packed)?;
-        text.has_positions = packed;
-        Ok(text)
+        let (data, eval_data) = (self.data.as_deref().unwrap_or(&[]), self.eval_data.as_deref().unwrap_or(&[]));
+        TokenizedText::read(data, eval_data, files, packed)
     }
 
     /// Fills in the defaults and checks that the settings are consistent.
@@ -359,6 +404,7 @@ impl TrainSettings {
         at_least_one("accumulate", accumulate as u64)?;
         let keep = self.keep.unwrap_or(3);
         at_least_one("keep", keep as u64)?;
+        self.patience.map_or(Ok(()), |patience| at_least_one("patience", patience))?;
         let dp_size = mesh.axes().iter().find(|axis| axis.name == "dp").map_or(1, |axis| axis.size);
         if batch < dp_size {
             let found = format!("{batch} sequence(s) for {dp_size} ranks along `dp`");
@@ -400,13 +446,14 @@ impl TrainSettings {
             search,
             dtype: if self.dtype == Some(ParamDtype::Bf16) { DType::BF16 } else { DType::F32 },
             groups,
-            schedule: Schedule::Cosine { warmup, total: steps, end: 0.1 },
+            schedule: self.schedule.unwrap_or(ScheduleChoice::Cosine).schedule(warmup, steps),
             clip: (clip > 0.0).then_some(clip),
             steps,
             batch,
             accumulate,
             seed: self.seed.unwrap_or(0),
             eval_every: self.eval_every.unwrap_or(50),
+            patience: self.patience.map(EarlyStopping::new),
             sample_every: self.sample_every.unwrap_or(0),
             sample_tokens: self.sample_tokens.unwrap_or(120),
             save_every: self.save_every.unwrap_or(0),

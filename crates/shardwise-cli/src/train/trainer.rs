@@ -8,7 +8,7 @@ use shardwise::optim::{ParamGroup, Schedule, ShardedOptimizer};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
 
-use super::data::TextSequences;
+use super::data::TextData;
 use super::lora::LoraSettings;
 
 pub(crate) type Trainer = shardwise::train::Trainer<PretrainedModel>;
@@ -17,7 +17,7 @@ pub(crate) type Trainer = shardwise::train::Trainer<PretrainedModel>;
 pub(super) struct TrainingRun {
     pub(super) trainer: Trainer,
     pub(super) mesh: DeviceMesh,
-    pub(super) batches: Batches<TextSequences>,
+    pub(super) batches: Batches<TextData>,
     /// Number of steps done.
     pub(super) step: u64,
 }
@@ -60,7 +60,8 @@ impl TrainerConfig<'_> {
             optimizer.add_param_group(remaining, rest.clone())?;
         }
         optimizer.set_schedule(self.schedule);
-        let trainer = Trainer::new(model, optimizer);
+        // Documents have padding, the targets of which do not count.
+        let trainer = Trainer::new(model, optimizer).weight_by_targets(1);
         Ok(match self.clip {
             Some(norm) => trainer.clip_norm(norm),
             None => trainer,

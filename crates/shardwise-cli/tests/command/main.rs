@@ -3,6 +3,7 @@
 mod bench;
 mod ckpt;
 mod ckpt_layouts;
+mod data;
 mod fine_tuning;
 mod generate;
 mod gguf;

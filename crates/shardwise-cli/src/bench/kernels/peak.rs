@@ -8,7 +8,7 @@ use shardwise_kernels::UninitBuffer;
 
 /// What a case has to do at least.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Work {
+pub(crate) enum Work {
     /// Millions of f32 elements that are read, and written.
     Memory { read: f64, written: f64 },
     /// Millions of f32 elements that are read, and further millions that are changed in place.
@@ -18,7 +18,7 @@ pub(super) enum Work {
 }
 
 /// Measures the milliseconds that this work takes at least, on some threads: the best of several samples.
-pub(super) fn floor_ms(work: Work, threads: usize) -> Result<f64> {
+pub(crate) fn floor_ms(work: Work, threads: usize) -> Result<f64> {
     match work {
         Work::Memory { read, written } => Ok(slowest(buffers(read, written, threads)?, |(mut source, mut target)| {
             let (source, target) = (source.bytes(), target.bytes());
@@ -38,6 +38,12 @@ pub(super) fn floor_ms(work: Work, threads: usize) -> Result<f64> {
             Ok(billions * 1e9 / done / threads as f64 * ms)
         }
     }
+}
+
+/// Measures the floating-point operations per second that some threads reach in registers, in f32.
+pub(crate) fn peak_flops_per_s(threads: usize) -> Result<f64> {
+    // Of one billion multiplications with an addition.
+    Ok(2e9 / (floor_ms(Work::MultiplyAdds(1.0), threads)? / 1e3))
 }
 
 /// Memory of each thread to read and to write, of so many millions of f32 elements in all.
