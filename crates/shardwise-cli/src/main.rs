@@ -22,9 +22,11 @@ fn keep_freed_memory() {
 mod bench;
 mod ckpt;
 mod comms;
+mod doctor;
 mod embed;
 mod generate;
 mod lines;
+mod manuals;
 mod model_target;
 mod old_options;
 mod ops;
@@ -38,7 +40,7 @@ mod train;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// Distributed tensors for Rust: train models, measure performance, inspect and convert checkpoints.
 #[derive(Parser)]
@@ -58,7 +60,11 @@ struct Cli {
 /// A paragraph is one line here: clap wraps it to the width of the terminal. Lines of examples are shorter than 80 columns.
 const AFTER_HELP: &str = "\
 Under mpirun or srun, `train`, `generate`, `embed` and the multi-rank benchmarks run one rank per process (in builds with the feature `mpi`); \
-every other command runs only on the first process. Output is text, also in a pipe; pass --json for machine-readable output.
+every other command runs only on the first process. Output is text, also in a pipe; pass --json for machine-readable output. Colours \
+are left out if NO_COLOR is set.
+
+Exit codes: 0 for success, 1 for an error and for the answer no (`ckpt verify`, `ckpt diff`, `plan`, `doctor`), 2 for a command line that \
+does not parse, 130 after a second Ctrl-C.
 
 Examples:
   shardwise train                           train a small GPT on 4 thread ranks
@@ -70,6 +76,7 @@ Examples:
   shardwise embed MODEL sentences.txt       compute sentence embeddings
   shardwise ckpt inspect DIRECTORY          list the contents of a checkpoint
   shardwise ckpt convert model.gguf hf/ --to hf   convert for Hugging Face
+  shardwise doctor                          check this machine and this build
   shardwise bench train                     time training steps
   shardwise bench collectives --ranks 2 --json
   shardwise ops matmul                      show the sharding rules of matmul
@@ -102,6 +109,12 @@ enum CliCommand {
     Ckpt(ckpt::CkptOptions),
     /// Tokenize texts of any size into a file to train on
     Tokenize(tokenize::TokenizeOptions),
+    /// Check the machine, the build and the environment, with a self-test
+    Doctor(doctor::DoctorOptions),
+    /// Print completions for a shell
+    Completions(manuals::CompletionsOptions),
+    /// Write man pages
+    Man(manuals::ManOptions),
 }
 
 impl CliCommand {
@@ -116,7 +129,10 @@ impl CliCommand {
             | CliCommand::Comms(_)
             | CliCommand::Report(_)
             | CliCommand::Ckpt(_)
-            | CliCommand::Tokenize(_) => false,
+            | CliCommand::Tokenize(_)
+            | CliCommand::Doctor(_)
+            | CliCommand::Completions(_)
+            | CliCommand::Man(_) => false,
         }
     }
 }
@@ -143,6 +159,9 @@ fn main() -> ExitCode {
         CliCommand::Report(options) => report::run(&options),
         CliCommand::Ckpt(options) => return exit_code(ckpt::run(&options)),
         CliCommand::Tokenize(options) => tokenize::run(&options),
+        CliCommand::Doctor(options) => return exit_code(doctor::run(&options)),
+        CliCommand::Completions(options) => manuals::completions(&options, Cli::command()),
+        CliCommand::Man(options) => manuals::pages(&options, Cli::command()),
     };
     exit_code(result.map(|()| true))
 }

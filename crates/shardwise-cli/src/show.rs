@@ -185,7 +185,9 @@ impl ShowOptions {
         let color = match self.color {
             ColorChoice::Always => true,
             ColorChoice::Never => false,
-            ColorChoice::Auto => std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none(),
+            ColorChoice::Auto => {
+                std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+            }
         };
         // Narrower pictures have no room for boxes with ranks.
         print(text(self.width.max(40), color).trim_end())

@@ -109,6 +109,7 @@ pub use scan::{
 pub use scatter::{SumsFrom, index_add, put_slices, scatter, scatter_add};
 pub use scatter_reduce::{ScatterReduction, scatter_reduce};
 pub use search::{bucketize, count_nonzero, first_nan, nonzero_positions};
+pub use simd::instruction_sets;
 pub use typed_slice::with_slice;
 pub use uninit_buffer::UninitBuffer;
 pub use weighted_slices::{SliceTable, weighted_slices};

@@ -95,6 +95,11 @@ impl InstructionSet {
     }
 }
 
+/// Names of the instruction sets that this processor has, narrowest first, as `SHARDWISE_SIMD` takes them.
+pub fn instruction_sets() -> Vec<&'static str> {
+    InstructionSet::available().iter().map(|(name, _)| *name).collect()
+}
+
 /// Runs a loop with the widest vectors that this processor has, or with the set that `SHARDWISE_SIMD` names.
 #[inline]
 pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {

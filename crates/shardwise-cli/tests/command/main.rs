@@ -4,6 +4,7 @@ mod bench;
 mod ckpt;
 mod ckpt_layouts;
 mod data;
+mod doctor;
 mod fine_tuning;
 mod generate;
 mod gguf;
