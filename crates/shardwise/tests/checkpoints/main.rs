@@ -18,3 +18,4 @@ mod full_disk;
 mod readers_and_writers;
 mod state_dict;
 mod state_exchange;
+mod tied_weights;

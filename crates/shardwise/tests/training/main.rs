@@ -4,6 +4,7 @@ mod auto_plan;
 mod clipping_layouts;
 mod data;
 mod data_sources;
+mod families;
 mod fsdp;
 mod layers;
 mod lora;

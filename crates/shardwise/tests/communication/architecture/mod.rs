@@ -175,3 +175,26 @@ fn rust_files(directory: &Path) -> Vec<PathBuf> {
     let nested = paths.flat_map(|path| if path.is_dir() { rust_files(&path) } else { vec![path] });
     nested.filter(|path| path.extension().is_some_and(|e| e == "rs")).collect()
 }
+
+/// A file that no target declares is never compiled, and its tests pass by never running.
+#[test]
+fn every_file_of_tests_is_a_module_of_its_target() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let tests = ["shardwise/tests", "shardwise-cli/tests", "shardwise-mpi/tests"].map(|tests| crates.join(tests));
+    let entries = |path: &Path| std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
+    let (mut seen, mut lost) = (0, Vec::new());
+    for target in tests.iter().flat_map(|tests| entries(tests)) {
+        let Ok(main) = std::fs::read_to_string(target.join("main.rs")) else { continue };
+        for path in entries(&target) {
+            let is_module = path.join("mod.rs").exists() || path.extension().is_some_and(|end| end == "rs");
+            let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+            if is_module && name != "main" {
+                seen += 1;
+                if !main.lines().any(|line| line == format!("mod {name};")) {
+                    lost.push(path);
+                }
+            }
+        }
+    }
+    assert!(seen > 140 && lost.is_empty(), "{seen} files, of which no target declares {lost:?}");
+}
