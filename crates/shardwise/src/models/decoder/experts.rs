@@ -79,7 +79,10 @@ impl MixtureOfExperts {
 impl Forward for MixtureOfExperts {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| {
-            let scores = self.router.forward(x)?.to_dtype(DType::F32)?.softmax(-1)?;
+            let scores = self.router.forward(x)?;
+            // In f32 at least, as transformers does; narrower scores would depend on how sums were divided over ranks.
+            let precise = if scores.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+            let scores = scores.to_dtype(precise)?.softmax(-1)?;
             let (mut weights, chosen) = scores.topk(self.spec.per_token, -1, true)?;
             if self.spec.normalized {
                 weights = weights.div(&weights.sum(&[-1], true)?)?;
