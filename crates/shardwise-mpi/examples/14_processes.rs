@@ -17,7 +17,7 @@ fn main() -> Result<()> {
             world.rank(),
             world.size(),
             std::process::id(),
-            x.to_local().dims()
+            x.local_shape()
         );
         x.sum_all()?.item::<f64>()
     })?;

@@ -18,6 +18,6 @@ pub fn counted_both_ways(
 ) -> Result<(DTensor, Gradients, [Vec<&'static str>; 2])> {
     let (y, forward) = counted(world, function)?;
     let cotangent = y.detach().ones_like()?;
-    let (gradients, backward) = counted(world, || y.backward_with(&cotangent))?;
+    let (gradients, backward) = counted(world, || y.backward_from(&cotangent))?;
     Ok((y, gradients, [forward, backward]))
 }

@@ -72,13 +72,13 @@ fn any_layout_of_seed(world: &World, seed: usize) -> Result<()> {
     // Starts replicated and redistributes to the source layout: that step is checked, too.
     let settled = DTensor::distribute_tensor(&whole, &a, vec![Replicate; a.ndim()], None)?.to_layout(&from)?;
     if a.my_coordinate().is_some() {
-        assert_eq!(settled.to_local().dims(), part.dims(), "{}", context("distribute"));
+        assert_eq!(settled.local_shape(), part.dims(), "{}", context("distribute"));
         assert!(values::same(&settled.full_tensor()?, &whole), "{}", context("distribute"));
         let again = settled.to_layout(&same_mesh)?;
         assert!(values::same(&again.full_tensor()?, &whole), "{}", context("same mesh"));
         if !same_mesh.is_partial() {
             assert!(
-                values::same(&again.to_local(), &values::local(&same_mesh, world.rank())),
+                values::same(&again.to_local()?, &values::local(&same_mesh, world.rank())),
                 "{}",
                 context("same mesh")
             );
@@ -89,10 +89,14 @@ fn any_layout_of_seed(world: &World, seed: usize) -> Result<()> {
     if b.my_coordinate().is_some() {
         assert!(values::same(&moved.full_tensor()?, &whole), "{}", context("other mesh"));
         if !plain.is_partial() {
-            assert!(values::same(&moved.to_local(), &values::local(&plain, world.rank())), "{}", context("other mesh"));
+            assert!(
+                values::same(&moved.to_local()?, &values::local(&plain, world.rank())),
+                "{}",
+                context("other mesh")
+            );
         }
     } else {
-        assert_eq!(moved.to_local().dims(), [0]);
+        assert_eq!(moved.local_shape(), [0]);
     }
     Ok(())
 }
@@ -131,7 +135,11 @@ pub fn check_pair(mesh: &DeviceMesh, from: &Layout, to: &Layout, whole: &Tensor,
     let planned: Vec<(&str, usize)> = plan.steps().iter().filter_map(|s| collective(&s.kind, mesh)).collect();
     assert_eq!(ran, planned, "{plan}");
     if !to.is_partial() {
-        assert!(values::same(&moved.to_local(), &values::local(to, rank)), "rank {rank}: {plan}\n{}", moved.to_local());
+        assert!(
+            values::same(&moved.to_local()?, &values::local(to, rank)),
+            "rank {rank}: {plan}\n{}",
+            moved.to_local()?
+        );
     }
     assert!(values::same(&moved.full_tensor()?, whole), "rank {rank}: {plan}");
     Ok(())

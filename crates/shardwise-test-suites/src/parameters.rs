@@ -108,7 +108,7 @@ pub fn gradients(params: &[Param], t: usize) -> Result<Gradients> {
         };
         let cotangent =
             tensor(leaf.device_mesh(), leaf.shape(), &placed, leaf.dtype(), &|flat| gradient_value(i, t, flat))?;
-        let one = leaf.backward_with(&cotangent)?;
+        let one = leaf.backward_from(&cotangent)?;
         all = Some(match all {
             Some(all) => all.accumulate(one)?,
             None => one,

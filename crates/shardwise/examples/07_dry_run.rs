@@ -11,7 +11,7 @@ fn main() -> Result<()> {
         // One weight of a large model, sharded over fsdp and tp, and gathered over fsdp before use.
         let weight = DTensor::zeros((28_672, 8_192), DType::BF16, &mesh, [Replicate, Shard(0), Shard(1)])?;
         let gathered = weight.redistribute([Replicate, Replicate, Shard(1)])?;
-        Ok((weight.to_local().dims().to_vec(), gathered.to_local().dims().to_vec()))
+        Ok((weight.local_shape().to_vec(), gathered.local_shape().to_vec()))
     })?;
     println!("local shape of the weight: {:?}, gathered over fsdp: {:?}", run.value.0, run.value.1);
     for record in &run.records {

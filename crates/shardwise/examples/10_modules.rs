@@ -40,8 +40,8 @@ fn train(mesh: &DeviceMesh, place: fn(&str, &[usize]) -> Vec<Placement>) -> Resu
     let mut optimizer =
         ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(AdamW::default()).with_lr(0.01))?;
     let batch = [Shard(0), Replicate];
-    let ids = DTensor::from_fn((128, DType::I64), mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
-    let targets = DTensor::from_fn((128, DType::I64), mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
+    let ids = DTensor::from_fn(128, DType::I64, mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
+    let targets = DTensor::from_fn(128, DType::I64, mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
     let mut losses = Vec::new();
     for _ in 0..20 {
         let loss = model.loss(&ids, &targets)?;

@@ -30,8 +30,8 @@ impl Model {
 
     fn loss(&self, mesh: &DeviceMesh) -> Result<f32> {
         let batch = [Shard(0), Replicate];
-        let ids = DTensor::from_fn((128, DType::I64), mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
-        let targets = DTensor::from_fn((128, DType::I64), mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
+        let ids = DTensor::from_fn(128, DType::I64, mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
+        let targets = DTensor::from_fn(128, DType::I64, mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
         let x = self.tokens.forward(&ids)?;
         let x = x.add(&self.mlp.forward(&self.norm.forward(&x)?)?)?;
         self.head.forward(&x)?.cross_entropy(&targets, LossOptions::default())?.item()

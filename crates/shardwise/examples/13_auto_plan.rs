@@ -53,7 +53,7 @@ impl Model {
     fn loss(&self, mesh: &DeviceMesh) -> Result<DTensor> {
         let words = |after: usize| {
             let word = move |at: &[usize]| ((at[0] * 31 + (at[1] + after) * 7) % WORDS) as f64;
-            DTensor::from_fn(((8, 32), DType::I64), mesh, [Shard(0), Replicate], word)
+            DTensor::from_fn((8, 32), DType::I64, mesh, [Shard(0), Replicate], word)
         };
         let mut x = self.tokens.forward(&words(0)?)?;
         for block in &self.blocks {

@@ -87,7 +87,7 @@
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
 //! let whole = Tensor::arange(0f32, 24.0, &Device::Cpu)?.reshape((4, 6))?;
 //! let x = DTensor::distribute_tensor(&whole, &mesh, [Shard(0), Shard(1)], Some(0))?;
-//! # assert_eq!(x.to_local().dims(), [2, 3]);
+//! # assert_eq!(x.local_shape(), [2, 3]);
 //! # Ok(())
 //! # })?;
 //! # Ok::<(), Error>(())
@@ -186,7 +186,7 @@
 //! # Local code with gradients
 //!
 //! ```python
-//! local = x.to_local()
+//! local = x.to_local()?
 //! y = DTensor.from_local(local.relu(), mesh, x.placements)
 //! y.sum().backward()
 //! ```
@@ -196,7 +196,7 @@
 //! # launch(4, |world| {
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
 //! # let x = DTensor::randn((4, 8), &mesh, [Shard(0), Replicate])?.requires_grad();
-//! let local = x.to_local();
+//! let local = x.to_local()?;
 //! let y = DTensor::from_local(&local.relu()?, &mesh, x.placements().to_vec())?;
 //! let grads = y.sum_all()?.backward()?;
 //! # assert_eq!(grads.get(&x)?.shape(), [4, 8]);
@@ -270,7 +270,7 @@
 //! # let builder = Builder::new(&mesh);
 //! let model = Sequential::new(&builder).build(|b| Linear::new(b, 16, 64))?.add(Gelu::new()).build(|b| Linear::new(b, 64, 16))?;
 //! parallelize_module(&model, &mesh, &[("0", &ColwiseParallel::new("tp")), ("2", &RowwiseParallel::new("tp"))])?;
-//! # assert_eq!(model.named_parameters()[0].1.get().to_local().dims(), [32, 16]);
+//! # assert_eq!(model.named_parameters()[0].1.get().local_shape(), [32, 16]);
 //! # Ok(())
 //! # })?;
 //! # Ok::<(), Error>(())
@@ -292,7 +292,7 @@
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
 //! # let model = Linear::new(&Builder::new(&mesh), 16, 8)?;
 //! fully_shard(&model, &mesh, &["dp"])?;
-//! # assert_eq!(model.weight.get().to_local().elem_count(), 64);
+//! # assert_eq!(model.weight.get().local_elem_count(), 64);
 //! # Ok(())
 //! # })?;
 //! # Ok::<(), Error>(())

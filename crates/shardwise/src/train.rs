@@ -207,7 +207,7 @@ impl<M: Model> Trainer<M> {
         let loss = self.model.batch_loss(batch)?;
         let options = BackwardOptions { defer_reduction: self.defer_reduction, ..BackwardOptions::default() };
         let scaled = if share == 1.0 { loss.clone() } else { loss.mul_scalar(share)? };
-        let gradients = scaled.backward_options(options)?;
+        let gradients = scaled.backward_with(options)?;
         Ok((gradients, number(&loss)? * share))
     }
 

@@ -162,7 +162,7 @@ fn train(ranks: usize, place: Placing, range: Range<u64>, files: Files) -> Vec<(
         for t in range.clone() {
             let data = |shape: (usize, usize), k: usize| {
                 let value = move |i: &[usize]| ((i[0] * 5 + i[1] * 3 + t as usize * k) % 7) as f64 / 7.0 - 0.4;
-                DTensor::from_fn((shape, DType::F64), &mesh, [Shard(0)], value)
+                DTensor::from_fn(shape, DType::F64, &mesh, [Shard(0)], value)
             };
             let loss = net.loss(&data((12, 6), 1)?, &data((12, 4), 2)?)?;
             optimizer.step(loss.backward()?)?;

@@ -90,9 +90,8 @@ pub(crate) fn run(options: &BenchCkptOptions) -> Result<()> {
     let path = scratch.0.join("state");
     let build_state = move |world: &World| -> Result<State> {
         let mesh = world.mesh([("all", ranks)])?;
-        let one = |i: usize| {
-            Ok((format!("t{i:02}"), DTensor::full(i as f64, ((side, side), DType::F32), &mesh, [Shard(0)])?))
-        };
+        let one =
+            |i: usize| Ok((format!("t{i:02}"), DTensor::full(i as f64, (side, side), DType::F32, &mesh, [Shard(0)])?));
         Ok(State::map((0..TENSORS).map(one).collect::<Result<Vec<_>>>()?))
     };
     measure("save", &|| {

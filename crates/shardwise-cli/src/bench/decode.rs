@@ -220,7 +220,8 @@ fn weight_bytes(model: &PretrainedModel) -> u64 {
     let params = model.named_parameters();
     let has_head = params.iter().any(|(path, _)| path == "head.weight");
     let needed = params.iter().filter(|(path, _)| !(has_head && path == "tokens.weight"));
-    needed.map(|(_, param)| (param.get().to_local().elem_count() * param.dtype().size_in_bytes()) as u64).sum()
+    let elements = |param: &Param| param.get().local_elem_count();
+    needed.map(|(_, param)| (elements(param) * param.dtype().size_in_bytes()) as u64).sum()
 }
 
 /// GB per second that all cores together read from memory: the best of some passes over more than the caches hold.

@@ -83,7 +83,7 @@ fn warm() -> Result<Vec<(String, Vec<f64>)>> {
     let mut ran = ThreadWorld::new(1)?.run(|world| {
         let mesh = world.mesh([("one", 1)])?;
         let (a, b) = (DTensor::randn((8, 8), &mesh, [Replicate])?, DTensor::randn((8, 8), &mesh, [Replicate])?);
-        let (x, y): (Tensor, Tensor) = (a.to_local(), b.to_local());
+        let (x, y): (Tensor, Tensor) = (a.to_local()?, b.to_local()?);
         let softmax = || -> Result<Tensor> {
             let exponentials = x.broadcast_sub(&x.max_keepdim(D::Minus1)?)?.exp()?;
             Ok(exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)?)

@@ -182,7 +182,7 @@ impl KernelBench<'_> {
         let leaves: Vec<DTensor> = inputs.iter().map(|x| x.requires_grad()).collect();
         let gradient = op(&plain)?;
         let gradient = DTensor::randn(gradient.shape(), gradient.device_mesh(), [Replicate])?;
-        self.case(&format!("{name} fwd+bwd"), backward, || op(&leaves)?.backward_with(&gradient))
+        self.case(&format!("{name} fwd+bwd"), backward, || op(&leaves)?.backward_from(&gradient))
     }
 }
 
@@ -248,7 +248,7 @@ fn reductions(bench: &mut KernelBench<'_>, mesh: &DeviceMesh) -> Result<()> {
 fn movement(bench: &mut KernelBench<'_>, mesh: &DeviceMesh) -> Result<()> {
     let m = normal(&[4096, 1024], mesh)?;
     let (ids, table) = (integers(50000, &[8192], mesh)?, normal(&[50000, 256], mesh)?);
-    bench.case("transposed copy", moves(LONG, LONG), || Ok(shardwise_kernels::contiguous(&m.t()?.to_local())?))?;
+    bench.case("transposed copy", moves(LONG, LONG), || Ok(shardwise_kernels::contiguous(&m.t()?.to_local()?)?))?;
     bench.case("cat columns", moves(LONG, 2.0 * LONG), || DTensor::cat(&[&m, &m], 1))?;
     bench.case("index_select rows", moves(0.5 * LONG, 0.5 * LONG), || table.index_select(0, &ids))?;
     let source = table.narrow(0, 0, 8192)?;
@@ -299,7 +299,7 @@ fn products(bench: &mut KernelBench<'_>, mesh: &DeviceMesh) -> Result<()> {
     {
         // Written, because memory that holds zeros may have no pages.
         let shape = (8192, 2048 / block.elements(), block.bytes());
-        let weight = QuantizedTensor::new(&DTensor::full(1, (shape, DType::U8), mesh, [Replicate])?, block)?;
+        let weight = QuantizedTensor::new(&DTensor::full(1, shape, DType::U8, mesh, [Replicate])?, block)?;
         // The bytes of 32 elements, in units of an f32.
         let work = moves(16.78 / 128.0 * block.bytes() as f64, 0.0);
         bench.case(name, work, || one.quantized_linear(&weight, None))?;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use shardwise::launch_scoped;
-use shardwise::models::{self, export_hf_with, load_adapter, load_text_files};
+use shardwise::models::{self, export_hf_with_tokenizer, load_adapter, load_text_files};
 use shardwise::nn::Module;
 use shardwise::plan::TensorParallel;
 use shardwise::prelude::*;
@@ -75,7 +75,7 @@ pub(super) fn run(options: &MergeLoraOptions) -> Result<()> {
         let merged = lora.merge(&model)?;
         let config = model.config();
         model.to_dtype(options.dtype.unwrap_or(StoredDtype::of(config.json())).dtype())?;
-        export_hf_with(&world, &options.to, &model, config, &files)?;
+        export_hf_with_tokenizer(&world, &options.to, &model, config, &files)?;
         Ok(merged.len())
     })?;
     let mut out = std::io::stdout().lock();

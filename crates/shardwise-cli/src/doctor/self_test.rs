@@ -82,7 +82,7 @@ fn kernels(mesh: &DeviceMesh) -> Result<Vec<TestedCase>> {
     const LONG: usize = 4_000_000;
     // Small integers: sums of their products are exact in f32.
     let small = |factor: usize| {
-        DTensor::from_fn(((SIDE, SIDE), DType::F32), mesh, [Replicate], move |index| {
+        DTensor::from_fn((SIDE, SIDE), DType::F32, mesh, [Replicate], move |index| {
             ((index[0] * factor + index[1] * 3) % 7) as f64 - 3.0
         })
     };
@@ -138,11 +138,11 @@ fn collectives(world: &World) -> Result<Vec<TestedCase>> {
         });
     }
     let mesh = world.mesh([("tp", 2)])?;
-    let x = DTensor::from_fn(((64, 64), DType::F32), &mesh, [Shard(0)], |index| (index[0] * 64 + index[1]) as f64)?;
+    let x = DTensor::from_fn((64, 64), DType::F32, &mesh, [Shard(0)], |index| (index[0] * 64 + index[1]) as f64)?;
     let start = Instant::now();
     let back = x.redistribute([Shard(1)])?.redistribute([Shard(0)])?;
     let us = start.elapsed().as_secs_f64() * 1e6;
-    let right = back.equal(&x)? && x.redistribute([Shard(1)])?.to_local().dims() == [64, 32];
+    let right = back.equal(&x)? && x.redistribute([Shard(1)])?.local_shape() == [64, 32];
     // Two exchanges; the first of a kind also plans.
     cases.push(TestedCase::time("redistribute there and back", right, us, 2000.0, "us, at most"));
     Ok(cases)

@@ -192,12 +192,7 @@ fn read_text(path: &Path, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
 
 impl TokenizedText {
     /// Reads and tokenizes the sources, or the built-in book. Without a tokenizer in `files`, a token is a byte.
-    pub(crate) fn read(
-        data: &[DataSource],
-        eval_data: &[PathBuf],
-        files: TextFiles,
-        packed: bool,
-    ) -> Result<Self> {
+    pub(crate) fn read(data: &[DataSource], eval_data: &[PathBuf], files: TextFiles, packed: bool) -> Result<Self> {
         let tokenizer = if files.tokenizer.is_empty() { Tokenizer::bytes() } else { Tokenizer::new(&files)? };
         let packing = if packed { Packing::Packed } else { Packing::OnePerSequence };
         let weights = sources::weights(data)?;

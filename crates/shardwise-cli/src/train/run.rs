@@ -12,7 +12,7 @@ use serde::Serialize;
 use shardwise::comm::{CommReport, Profile};
 use shardwise::data::Batches;
 use shardwise::generate::{CachedPredictor, Generation};
-use shardwise::models::{export_hf_with, save_adapter};
+use shardwise::models::{export_hf_with_tokenizer, save_adapter};
 use shardwise::prelude::*;
 use shardwise::report::{RunReport, page};
 use shardwise::train::TrainingStep;
@@ -447,13 +447,13 @@ impl<'a> RankRun<'a> {
         let files = model_dir::text_files(job, &tokens.files);
         // With adapters the weights are those of `--init`.
         if job.lora.is_none() && !self.is_over {
-            export_hf_with(self.world, model_dir::export_of(&job.out), model, &job.config, &files)?;
+            export_hf_with_tokenizer(self.world, model_dir::export_of(&job.out), model, &job.config, &files)?;
         }
         if let Some(path) = &self.prepared.export_hf {
             if let Some(settings) = &job.lora {
                 settings.lora.merge(model)?;
             }
-            export_hf_with(self.world, path, model, &job.config, &files)?;
+            export_hf_with_tokenizer(self.world, path, model, &job.config, &files)?;
         }
         let summary = self.summary(&losses, sample);
         self.write(&|progress| {

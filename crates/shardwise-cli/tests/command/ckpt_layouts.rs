@@ -28,7 +28,7 @@ fn held(checkpoint: &Path) -> Vec<u64> {
         let model = build(&config, &parallelism.plan(&config, mesh.mesh())?, &mesh, DType::F32)?;
         let mut optimizer = ShardedOptimizer::new(model.named_parameters(), AdamW::default())?;
         checkpoint::load_into(&world, &checkpoint, (&model, &mut optimizer))?;
-        let bytes = |tensor: &DTensor| (tensor.to_local().elem_count() * tensor.dtype().size_in_bytes()) as u64;
+        let bytes = |tensor: &DTensor| (tensor.local_elem_count() * tensor.dtype().size_in_bytes()) as u64;
         let weights: u64 = model.named_parameters().iter().map(|(_, param)| bytes(&param.get())).sum();
         let state = optimizer.state_dict()?;
         let moments: u64 = state.params.values().flat_map(|param| param.tensors.values()).map(bytes).sum();

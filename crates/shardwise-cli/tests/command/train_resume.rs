@@ -318,7 +318,8 @@ fn the_output_directory_of_a_run_is_a_model() {
         let first = json(&succeeds(&[&["generate", &export, "--prompt", "The"], &short[..]].concat()))["text"].clone();
         assert!(alone[1].starts_with(first.as_str().unwrap()), "{model}: {first} of the export, {:?}", alone[1]);
         // fine-tuning begins where the run ended
-        let (tuned, _) = run(&place, &format!("{model}-tuned"), &["--init", &out, "--steps", "1", "--lr", "0", "--seq-len", "8"]);
+        let (tuned, _) =
+            run(&place, &format!("{model}-tuned"), &["--init", &out, "--steps", "1", "--lr", "0", "--seq-len", "8"]);
         let (before, after) = (summary["held_out_loss"].as_f64().unwrap(), tuned["held_out_loss"].as_f64().unwrap());
         assert!((before - after).abs() < 0.05 * before, "{model}: {before} before, {after} after");
         assert!(succeeds(&["plan", &out, "--mesh", "tp=2"]).contains(model.trim_end_matches("gpt")));

@@ -142,7 +142,7 @@ impl<'a> Arguments<'a> {
                     Number::Real(_) if !other.dtype().is_float() => DType::F32,
                     _ => other.dtype(),
                 };
-                DTensor::full(number, ((), dtype), self.mesh, self.replicated())
+                DTensor::full(number, (), dtype, self.mesh, self.replicated())
             }
         }
     }
@@ -151,7 +151,7 @@ impl<'a> Arguments<'a> {
     pub fn number_tensor(&self, name: &str) -> Result<DTensor> {
         let number = self.number(name)?;
         let dtype = if matches!(number, Number::Real(_)) { DType::F32 } else { DType::I64 };
-        DTensor::full(number, ((), dtype), self.mesh, self.replicated())
+        DTensor::full(number, (), dtype, self.mesh, self.replicated())
     }
 
     /// A number: an integer or a float; True is 1.

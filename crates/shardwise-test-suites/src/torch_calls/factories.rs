@@ -66,7 +66,7 @@ pub(super) fn dtype(a: &Arguments<'_>, numbers: &[Number]) -> DType {
 fn filled(a: &Arguments<'_>, shape: Vec<usize>, value: Number, is_bool: bool) -> Result<DTensor> {
     let dtype = if is_bool && !a.has("dtype") { DType::U8 } else { dtype(a, &[value]) };
     let value = if a.is_bool_type("dtype") { Number::Integer(i64::from(value.to_f64() != 0.0)) } else { value };
-    DTensor::full(value, (shape, dtype), a.mesh(), a.replicated())
+    DTensor::full(value, shape, dtype, a.mesh(), a.replicated())
 }
 
 /// A number, or that of a scalar tensor.
@@ -85,5 +85,5 @@ fn new(a: &Arguments<'_>, value: Number) -> Result<DTensor> {
     let like = a.tensor("input")?.dtype();
     let is_bool = a.is_bool_type("dtype") || !a.has("dtype") && a.is_bool("input");
     let value = if is_bool { truth(value) } else { value };
-    DTensor::full(value, (a.sizes("size"), a.dtype("dtype").unwrap_or(like)), a.mesh(), a.replicated())
+    DTensor::full(value, a.sizes("size"), a.dtype("dtype").unwrap_or(like), a.mesh(), a.replicated())
 }

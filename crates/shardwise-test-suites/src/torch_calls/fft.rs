@@ -54,5 +54,5 @@ fn norm(a: &Arguments<'_>) -> FftNorm {
 
 fn window(a: &Arguments<'_>, window: &WindowFunction) -> Result<DTensor> {
     let dtype = a.dtype("dtype").unwrap_or(DType::F32);
-    DTensor::window(window, a.flag("sym"), (a.size("M")?, dtype), a.mesh(), a.replicated())
+    DTensor::window(window, a.flag("sym"), a.size("M")?, dtype, a.mesh(), a.replicated())
 }

@@ -53,7 +53,7 @@ calls! {
             None => {
                 let value = a.number("src")?;
                 let value = if a.is_bool("input") { Number::Integer(i64::from(value.to_f64() != 0.0)) } else { value };
-                DTensor::full(value, (index.shape(), x.dtype()), a.mesh(), a.replicated())?
+                DTensor::full(value, index.shape(), x.dtype(), a.mesh(), a.replicated())?
             }
         };
         match a.text("reduce").as_deref() {

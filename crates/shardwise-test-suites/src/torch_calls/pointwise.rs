@@ -181,7 +181,7 @@ calls! {
     "float_power(input, exponent)" => |a| match a.operand("input")? {
         OperandArgument::Tensor(x) => x.float_power(a.operand("exponent")?.operand()),
         OperandArgument::Number(x) => {
-            DTensor::full(x, ((), DType::F64), a.mesh(), a.replicated())?.float_power(&a.tensor("exponent")?)
+            DTensor::full(x, (), DType::F64, a.mesh(), a.replicated())?.float_power(&a.tensor("exponent")?)
         }
     };
     "isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False)" => |a|
@@ -265,7 +265,7 @@ fn power(a: &Arguments<'_>, base: &str, exponent: &str) -> Result<DTensor> {
                 Number::Real(_) if !y.dtype().is_float() => DType::F32,
                 _ => y.dtype(),
             };
-            DTensor::full(number, ((), dtype), a.mesh(), a.replicated())?.pow(Operand::Tensor(&y))
+            DTensor::full(number, (), dtype, a.mesh(), a.replicated())?.pow(Operand::Tensor(&y))
         }
         _ => Err(Error::other("a power of two numbers".to_string())),
     }

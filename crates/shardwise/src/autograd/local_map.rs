@@ -72,7 +72,7 @@ pub fn local_map(
     }
     let locals: Vec<Tensor> = match traced {
         true => vars.iter().map(|v| v.as_tensor().clone()).collect(),
-        false => inputs.iter().map(|t| t.to_local()).collect(),
+        false => inputs.iter().map(|t| t.to_local()).collect::<Result<_>>()?,
     };
     let local = f(&locals)?;
     // Results that nothing shards have one shape, on which ranks agree; the sizes of shards are exchanged.

@@ -29,7 +29,7 @@ static SHARDED_LIKE_LEAF: LazyLock<Arc<str>> = LazyLock::new(|| {
     "the last use of a sharded parameter has contributed to its gradient, which is sharded like it from here on".into()
 });
 
-/// Options of a backward pass; see [`DTensor::backward_options`].
+/// Options of a backward pass; see [`DTensor::backward_with`].
 #[derive(Clone, Copy, Default)]
 pub struct BackwardOptions<'a> {
     /// The gradient of the tensor itself, of the same shape. `None`: 1, for a tensor with one element.
@@ -52,8 +52,8 @@ pub struct BackwardOptions<'a> {
     ///     let w = DTensor::ones((4, 3), DType::F32, &mesh, [Shard(0)])?.requires_grad();
     ///     let x = DTensor::ones((8, 4), DType::F32, &mesh, [Shard(0)])?;
     ///     let no_sync = BackwardOptions { defer_reduction: true, ..Default::default() };
-    ///     let first = x.matmul(&w)?.sum_all()?.backward_options(no_sync)?;
-    ///     let second = x.matmul(&w)?.sum_all()?.backward_options(no_sync)?;
+    ///     let first = x.matmul(&w)?.sum_all()?.backward_with(no_sync)?;
+    ///     let second = x.matmul(&w)?.sum_all()?.backward_with(no_sync)?;
     ///     let sum = first.accumulate(second)?;
     ///     assert_eq!(sum.get(&w)?.placements(), [Partial(ReduceOp::Sum)]);
     ///     let sum = sum.in_param_layout()?; // one reduce_scatter
@@ -105,16 +105,17 @@ impl DTensor {
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the tensor has more than one element, depends on no leaf, or its graph was freed.
+    #[doc(alias = "zero_grad")]
     #[track_caller]
     pub fn backward(&self) -> Result<Gradients> {
-        self.backward_options(BackwardOptions::default())
+        self.backward_with(BackwardOptions::default())
     }
 
     /// Computes gradients as [`backward`](Self::backward) does, for a tensor of any shape and its gradient `cotangent` (the vector
     /// of a vector-Jacobian product). Collective.
     #[track_caller]
-    pub fn backward_with(&self, cotangent: &DTensor) -> Result<Gradients> {
-        self.backward_options(BackwardOptions { cotangent: Some(cotangent), ..BackwardOptions::default() })
+    pub fn backward_from(&self, cotangent: &DTensor) -> Result<Gradients> {
+        self.backward_with(BackwardOptions { cotangent: Some(cotangent), ..BackwardOptions::default() })
     }
 
     /// Computes gradients as [`backward`](Self::backward) does and records the pass, so that the gradients can be differentiated
@@ -122,7 +123,7 @@ impl DTensor {
     #[doc(alias = "create_graph")]
     #[track_caller]
     pub fn backward_graph(&self) -> Result<Gradients> {
-        self.backward_options(BackwardOptions { create_graph: true, ..BackwardOptions::default() })
+        self.backward_with(BackwardOptions { create_graph: true, ..BackwardOptions::default() })
     }
 
     /// Computes gradients as [`backward`](Self::backward) does, with options. Collective.
@@ -135,7 +136,7 @@ impl DTensor {
     ///     let mesh = world.mesh([("dp", 2)])?;
     ///     let w = DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?.requires_grad();
     ///     let loss = w.exp()?.sum_all()?;
-    ///     loss.backward_options(BackwardOptions { retain_graph: true, ..Default::default() })?;
+    ///     loss.backward_with(BackwardOptions { retain_graph: true, ..Default::default() })?;
     ///     loss.backward()?;
     ///     assert!(loss.backward().is_err()); // the pass before freed the graph
     ///     Ok(())
@@ -143,7 +144,7 @@ impl DTensor {
     /// # Ok::<(), Error>(())
     /// ```
     #[track_caller]
-    pub fn backward_options(&self, options: BackwardOptions<'_>) -> Result<Gradients> {
+    pub fn backward_with(&self, options: BackwardOptions<'_>) -> Result<Gradients> {
         let cotangent = match options.cotangent {
             None => self.one()?,
             Some(given) if given.shape() == self.shape() && given.device_mesh() == self.device_mesh() => {
@@ -187,11 +188,11 @@ impl DTensor {
                 "result",
                 found,
                 "a single number",
-                "reduce it, or use backward_with",
+                "reduce it, or use backward_from",
             ));
         }
         let whole = vec![Placement::Replicate; self.placements().len()];
-        DTensor::full(1.0, (self.shape(), self.dtype()), self.device_mesh(), whole)
+        DTensor::full(1.0, self.shape(), self.dtype(), self.device_mesh(), whole)
     }
 }
 

@@ -143,7 +143,7 @@ pub(super) fn load_by_template(
 ///     checkpoint::save(&world, &path, &State::map([("model", weights.clone()), ("average", weights)]))?;
 ///     let in_shards = |_: &str, shape: &[usize]| Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [Shard(0)])?));
 ///     let model = checkpoint::load_placed(&world, &path, |key| key.starts_with("model."), in_shards)?;
-///     assert_eq!(model.tensor("model.w")?.to_local().dims(), [2]);
+///     assert_eq!(model.tensor("model.w")?.local_shape(), [2]);
 ///     assert!(model.get("average").is_none());
 ///     Ok(())
 /// })?;

@@ -48,7 +48,7 @@ use crate::read_file::read_text;
 ///
 ///     let template = State::map([("weight", DTensor::zeros(6, DType::F32, &mesh, [Replicate])?)]);
 ///     let loaded = checkpoint::load(&world, &path, &template)?;
-///     assert_eq!(loaded.tensor("weight")?.to_local().to_vec1::<f32>()?[5], 5.0);
+///     assert_eq!(loaded.tensor("weight")?.to_local()?.to_vec1::<f32>()?[5], 5.0);
 ///     Ok(())
 /// })?;
 /// # std::fs::remove_dir_all(&directory).unwrap();

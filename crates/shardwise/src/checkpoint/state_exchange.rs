@@ -101,7 +101,7 @@ impl State {
     ///     };
     ///     let template = State::map([("w", DTensor::zeros(4, DType::F32, &mesh, [Shard(0)])?)]);
     ///     let state = template.distribute(&world, &full, 0)?;
-    ///     assert_eq!(state.tensor("w")?.to_local().to_vec1::<f32>()?, [[0.0, 1.0], [2.0, 3.0]][world.rank()]);
+    ///     assert_eq!(state.tensor("w")?.to_local()?.to_vec1::<f32>()?, [[0.0, 1.0], [2.0, 3.0]][world.rank()]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())

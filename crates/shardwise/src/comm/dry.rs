@@ -25,7 +25,7 @@ use shardwise_kernels::placeholder;
 ///     let weight = DTensor::zeros((1 << 20, 1 << 16), DType::F32, &mesh, [Shard(0), Shard(1)])?;
 ///     weight.redistribute([Replicate, Shard(1)])
 /// })?;
-/// assert_eq!(run.value.to_local().dims(), [1 << 20, 1 << 9]);
+/// assert_eq!(run.value.local_shape(), [1 << 20, 1 << 9]);
 /// assert_eq!(run.records[0].call, "all_gather");
 /// assert_eq!(run.peak_bytes, (1 << 31) + (1 << 24)); // the gathered tensor and its shard
 /// # Ok::<(), Error>(())

@@ -283,7 +283,7 @@ impl Encoder {
 fn biased_mask(table: &DTensor, length: usize, seen: Option<&DTensor>) -> Result<DTensor> {
     let (mesh, buckets) = (table.device_mesh(), table.shape()[0]);
     let bucket = |i: &[usize]| distance_bucket(i[0], i[1], buckets) as f64;
-    let of_pairs = DTensor::from_fn(((length, length), DType::U32), mesh, vec![Replicate; mesh.ndim()], bucket)?;
+    let of_pairs = DTensor::from_fn((length, length), DType::U32, mesh, vec![Replicate; mesh.ndim()], bucket)?;
     let bias = table.embedding(&of_pairs)?.permute(&[2, 0, 1])?.unsqueeze(0)?;
     let Some(seen) = seen else { return Ok(bias) };
     let hidden = seen.to_dtype(bias.dtype())?.zeros_like()?.masked_fill(&seen.eq(0.0)?, f64::NEG_INFINITY)?;

@@ -19,7 +19,7 @@ use crate::tensor::DTensor;
 use crate::text::TextFiles;
 
 /// Writes a model in Hugging Face's format: `model.safetensors` (or several files with an index, if it is large) and
-/// `config.json`. [`export_hf_with`] writes a tokenizer, too.
+/// `config.json`. [`export_hf_with_tokenizer`] writes a tokenizer, too.
 ///
 /// Tensors have the [`weight_names`](Model::weight_names) of the model, which are those of `LlamaForCausalLM` and
 /// `GPT2LMHeadModel` for models of this crate; `config.json` has the [`hf_config`](ModelSpec::hf_config) of the sizes.
@@ -74,7 +74,7 @@ pub fn export_hf(
 /// As [`export_hf`].
 #[doc(alias = "save_pretrained")]
 #[track_caller]
-pub fn export_hf_with(
+pub fn export_hf_with_tokenizer(
     world: &World,
     path: impl AsRef<Path>,
     model: &dyn Model,

@@ -45,7 +45,7 @@ use crate::tensor::DTensor;
 /// launch(3, |world| {
 ///     let mesh = world.mesh([("tp", 3)])?;
 ///     let model = models::load("path/to/model", &mesh, TensorParallel::new("tp"))?;
-///     let ids = DTensor::from_fn(((1, 4), DType::U32), &mesh, [Replicate], |i| i[1] as f64)?;
+///     let ids = DTensor::from_fn((1, 4), DType::U32, &mesh, [Replicate], |i| i[1] as f64)?;
 ///     let next = model.forward_cached(&ids, &mut KvCache::new())?.argmax(Some(-1), false)?;
 ///     println!("{next}");
 ///     Ok(())

@@ -14,7 +14,7 @@
 //! launch(4, move |world| {
 //!     let mesh = world.device_mesh(mesh.clone())?;
 //!     let model = build(&config, &plan, &mesh, DType::F32)?;
-//!     let ids = DTensor::from_fn(((2, 8), DType::I64), &mesh, batch_placements(&mesh), |i| (i[0] * 8 + i[1]) as f64)?;
+//!     let ids = DTensor::from_fn((2, 8), DType::I64, &mesh, batch_placements(&mesh), |i| (i[0] * 8 + i[1]) as f64)?;
 //!     let loss = model.loss(&ids, &ids)?;
 //!     assert!(loss.item::<f32>()?.is_finite());
 //!     Ok(())
@@ -55,7 +55,7 @@ pub use dry_training::report_step;
 pub(crate) use dry_training::{DryTraining, bind, dry_world};
 pub use encoder::{Encoder, EncoderBlock, EncoderOutput, Pooling};
 pub use gpt::GptConfig;
-pub use hf::{check_export, export_hf, export_hf_with};
+pub use hf::{check_export, export_hf, export_hf_with_tokenizer};
 pub use language::LanguageModel;
 pub use llama::LlamaConfig;
 pub use load::{dry_load_model, load, load_encoder, load_encoder_with, load_planned, load_with};

@@ -85,7 +85,7 @@ impl Builder {
     ///         _ => vec![Replicate],
     ///     });
     ///     let up = Linear::new(&builder.child("up"), 4, 6)?;
-    ///     assert_eq!(up.weight.get().to_local().dims(), [3, 4]);
+    ///     assert_eq!(up.weight.get().local_shape(), [3, 4]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())

@@ -236,7 +236,7 @@ fn first_replica(tensor: &DTensor) -> Result<DTensor> {
         return Ok(tensor.clone());
     }
     let group = mesh.group_of(&axes)?;
-    let local = tensor.to_local();
+    let local = tensor.to_local()?;
     let meta = TensorMeta::new(local.dims(), local.dtype());
     let same = group.broadcast((group.rank() == 0).then_some(&local), &meta, 0)?;
     Ok(DTensor::from_parts(mesh, layout.clone(), same))

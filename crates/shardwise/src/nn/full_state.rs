@@ -21,7 +21,7 @@ pub(crate) fn gather_to(tensor: &DTensor, world: &World, rank: usize) -> Result<
     let one = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![rank])?)?;
     let tensor = tensor.detach();
     let whole = tensor.to_layout(&tensor.layout().reduced())?.to_mesh(&one, [Placement::Replicate])?;
-    Ok((world.rank() == rank).then(|| whole.to_local()))
+    (world.rank() == rank).then(|| whole.to_local()).transpose()
 }
 
 /// Fails unless the world has this rank.

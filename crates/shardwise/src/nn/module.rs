@@ -48,6 +48,7 @@ pub trait Module {
     fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>));
 
     /// Returns all parameters with their dotted paths. A shared (tied) parameter is listed once, under its first path.
+    #[doc(alias = "parameters")]
     fn named_parameters(&self) -> Vec<(String, Param)> {
         let mut all: Vec<(String, Param)> = Vec::new();
         self.walk("", &mut |path, item| {

@@ -268,7 +268,7 @@ impl ComplexTensor {
     /// A replicated vector with a sign for each part.
     fn signs(&self, signs: [f64; 2]) -> Result<DTensor> {
         let replicated = vec![Placement::Replicate; self.placements().len()];
-        DTensor::from_fn((2, self.dtype()), self.device_mesh(), replicated, |at| signs[at[0]])
+        DTensor::from_fn(2, self.dtype(), self.device_mesh(), replicated, |at| signs[at[0]])
     }
 }
 

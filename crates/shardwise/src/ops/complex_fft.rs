@@ -6,7 +6,6 @@ use candle_core::DType;
 use super::complex::ComplexTensor;
 use super::fft::{Direction, FftNorm, angle};
 use crate::error::{ErrorKind, Result};
-use crate::layout::TensorMeta;
 use crate::op::with_autocast;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -41,12 +40,7 @@ impl DTensor {
     #[track_caller]
     fn waves_of(&self, shape: &[usize], element: impl Fn(&[usize]) -> f64) -> Result<DTensor> {
         let placements = vec![Placement::Replicate; self.placements().len()];
-        DTensor::from_fn(
-            TensorMeta { shape: shape.to_vec(), dtype: self.dtype() },
-            self.device_mesh(),
-            placements,
-            element,
-        )
+        DTensor::from_fn(shape, self.dtype(), self.device_mesh(), placements, element)
     }
 }
 

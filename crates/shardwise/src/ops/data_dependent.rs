@@ -283,7 +283,7 @@ impl DTensor {
             let x = self.detach();
             let x = if x.dtype().is_float() { x } else { x.to_dtype(DType::F64)? };
             let ends = DTensor::stack(&[&x.amin(&[], false)?, &x.neg()?.amin(&[], false)?], 0)?;
-            let ends = ends.all_reduced(name)?.to_dtype(DType::F64)?.to_local().to_vec1::<f64>()?;
+            let ends = ends.all_reduced(name)?.to_dtype(DType::F64)?.to_local()?.to_vec1::<f64>()?;
             (low, high) = (ends[0], -ends[1]);
         }
         if low == high {

@@ -9,7 +9,6 @@ use candle_core::DType;
 
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
-use crate::layout::TensorMeta;
 use crate::op::with_autocast;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -216,8 +215,9 @@ impl DTensor {
     #[track_caller]
     fn matrix(&self, dim: usize, n: usize, element: impl Fn(usize, usize) -> f64) -> Result<DTensor> {
         let placements = vec![Placement::Replicate; self.placements().len()];
-        let meta = TensorMeta { shape: vec![self.shape()[dim], n], dtype: self.dtype() };
-        DTensor::from_fn(meta, self.device_mesh(), placements, |at| element(at[0], at[1]))
+        DTensor::from_fn((self.shape()[dim], n), self.dtype(), self.device_mesh(), placements, |at| {
+            element(at[0], at[1])
+        })
     }
 
     /// Multiplies the vectors along a dimension by a matrix.

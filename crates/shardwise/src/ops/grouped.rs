@@ -342,7 +342,7 @@ pub(super) const OPS: &[OpEntry] = &[OpEntry {
         // Groups of several sizes, and something after the last one.
         let whole = vec![Placement::Replicate; x[0].placements().len()];
         let end = |at: &[usize]| (size * (at[0] + 1) / (groups + 1)) as f64;
-        let offsets = DTensor::from_fn((groups, DType::I64), x[0].device_mesh(), whole, end)?;
+        let offsets = DTensor::from_fn(groups, DType::I64, x[0].device_mesh(), whole, end)?;
         Ok(vec![x[0].grouped_mm(&x[1], Some(&offsets))?])
     },
 }];

@@ -95,7 +95,7 @@ impl DTensor {
                 let mut shape = padded.shape().to_vec();
                 shape[dim] = n;
                 let replicated = vec![Placement::Replicate; padded.placements().len()];
-                DTensor::full(value, (shape.as_slice(), padded.dtype()), padded.device_mesh(), replicated)
+                DTensor::full(value, shape.as_slice(), padded.dtype(), padded.device_mesh(), replicated)
             };
             let (front, back) = (edge(before)?, edge(after)?);
             let parts: Vec<&DTensor> = [(before, &front), (1, &padded), (after, &back)]

@@ -26,8 +26,8 @@ impl DTensor {
     ///
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("tp", 2)])?;
-    ///     let f8 = |shape: (usize, usize), placement| DTensor::full(1.5, (shape, DType::F8E4M3), &mesh, [placement]);
-    ///     let half = DTensor::full(0.5, ((), DType::F32), &mesh, [Replicate])?;
+    ///     let f8 = |shape: (usize, usize), placement| DTensor::full(1.5, shape, DType::F8E4M3, &mesh, [placement]);
+    ///     let half = DTensor::full(0.5, (), DType::F32, &mesh, [Replicate])?;
     ///     let y = f8((4, 8), Replicate)?.scaled_mm(&f8((8, 6), Shard(1))?, &half, &half, DType::BF16)?;
     ///     assert_eq!(y.placements(), [Shard(1)]);
     ///     assert_eq!(y.to_dtype(DType::F32)?.sum_all()?.item::<f32>()?, 24.0 * 8.0 * 2.25 * 0.25);

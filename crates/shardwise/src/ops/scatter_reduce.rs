@@ -230,7 +230,7 @@ impl DTensor {
     #[track_caller]
     pub(super) fn full_scalar(&self, number: impl Into<crate::tensor::Number>) -> Result<DTensor> {
         let replicated = vec![crate::placement::Placement::Replicate; self.placements().len()];
-        DTensor::full(number, ((), self.dtype()), self.device_mesh(), replicated)
+        DTensor::full(number, (), self.dtype(), self.device_mesh(), replicated)
     }
 
     /// A vector of indices of slices, expanded to an index of every element of `shape`.

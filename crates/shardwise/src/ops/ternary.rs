@@ -88,7 +88,8 @@ impl DTensor {
     pub fn masked_fill(&self, mask: &DTensor, value: impl Into<Number>) -> Result<DTensor> {
         let number = DTensor::full(
             value,
-            ((), self.dtype()),
+            (),
+            self.dtype(),
             self.device_mesh(),
             vec![crate::placement::Placement::Replicate; self.device_mesh().ndim()],
         )?;
@@ -290,7 +291,7 @@ mod tests {
             let tensor = |t: Tensor| DTensor::distribute_tensor(&t, &mesh, [Replicate], None);
             let mask = tensor(Tensor::new(&[0.5f32, 0.0, -0.25], cpu)?)?;
             let (a, b) = (tensor(Tensor::new(&[1i64, 2, 3], cpu)?)?, tensor(Tensor::new(&[4i64, 5, 6], cpu)?)?);
-            assert_eq!(mask.where_cond(&a, &b)?.to_local().to_vec1::<i64>()?, [1, 5, 3]);
+            assert_eq!(mask.where_cond(&a, &b)?.to_local()?.to_vec1::<i64>()?, [1, 5, 3]);
             Ok(())
         })
         .unwrap();

@@ -83,7 +83,7 @@ use working_state::WorkingState;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let w = Param::new(&DTensor::full(3.0, (5, DType::F32), &mesh, [Shard(0)])?);
+///     let w = Param::new(&DTensor::full(3.0, 5, DType::F32, &mesh, [Shard(0)])?);
 ///     let group = ParamGroup::new(Adam::default()).with_lr(0.1);
 ///     let mut optimizer = ShardedOptimizer::new([("w".to_string(), w.clone())], group)?;
 ///     for _ in 0..200 {
@@ -282,7 +282,7 @@ impl ShardedOptimizer {
             Ok(gradient)
         };
         let options = BackwardOptions { on_gradient: Some(&update), ..BackwardOptions::default() };
-        let others = loss.backward_options(options)?;
+        let others = loss.backward_with(options)?;
         self.steps += 1;
         Ok(others)
     }

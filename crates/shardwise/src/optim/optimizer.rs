@@ -48,7 +48,7 @@ use crate::error::Result;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let w = Param::new(&DTensor::full(3.0, (5, DType::F32), &mesh, [Shard(0)])?);
+///     let w = Param::new(&DTensor::full(3.0, 5, DType::F32, &mesh, [Shard(0)])?);
 ///     let mut optimizer = ShardedOptimizer::new([("w".to_string(), w.clone())], SignSgd { momentum: 0.9 })?;
 ///     optimizer.groups_mut()[0].lr = 0.5;
 ///     optimizer.step(w.get().square()?.sum_all()?.backward()?)?;

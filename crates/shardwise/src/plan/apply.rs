@@ -123,7 +123,7 @@ fn arrives_in(expected: TargetPlacements) -> impl Fn(&DTensor) -> Result<DTensor
 ///     let mesh = world.mesh([("tp", 2)])?;
 ///     let layer = Linear::new(&Builder::new(&mesh), 4, 6)?;
 ///     shard_parameter(&layer, &mesh, "weight", [Shard(1)])?;
-///     assert_eq!(layer.weight.get().to_local().dims(), [6, 2]);
+///     assert_eq!(layer.weight.get().local_shape(), [6, 2]);
 ///     Ok(())
 /// })?;
 /// # Ok::<(), Error>(())

@@ -16,7 +16,7 @@
 //!     let mlp = Mlp::new(&Builder::new(&mesh), 8, 16, Activation::Gelu)?;
 //!     let plan = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&mlp, &mesh)?;
 //!     shard_module(&mlp, &mesh, &plan)?;
-//!     let held: usize = mlp.named_parameters().iter().map(|(_, p)| p.get().to_local().elem_count()).sum();
+//!     let held: usize = mlp.named_parameters().iter().map(|(_, p)| p.get().local_elem_count()).sum();
 //!     assert_eq!((mlp.parameter_count(), held), (280, 72));
 //!     if world.rank() == 0 {
 //!         println!("{}", plan.table(&mlp)?);

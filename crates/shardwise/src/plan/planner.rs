@@ -133,7 +133,7 @@ impl FullyShard {
     ///     let experts = Experts { weight };
     ///     let plan = FullyShard::new(["dp"]).shard_merged("weight", 2).plan(&experts, &mesh)?;
     ///     shard_module(&experts, &mesh, &plan)?;
-    ///     assert_eq!(experts.weight.get().to_local().dims()[0], [4, 4, 4, 3][world.rank()]);
+    ///     assert_eq!(experts.weight.get().local_shape()[0], [4, 4, 4, 3][world.rank()]);
     ///     assert_eq!(experts.weight.forward_value()?.shape(), [3, 5, 8]);
     ///     Ok(())
     /// })?;

@@ -78,7 +78,7 @@ impl fmt::Display for ParamPlan {
 ///         .output("", [("tp", Replicate)]);
 ///     // no rank ever holds the full model
 ///     let mlp = plan.build(&mesh, |builder| Mlp::new(builder, 8, 16, Activation::Gelu))?;
-///     assert_eq!(mlp.up.weight.get().to_local().dims(), [8, 8]);
+///     assert_eq!(mlp.up.weight.get().local_shape(), [8, 8]);
 ///     let y = mlp.forward(&DTensor::ones((4, 8), DType::F32, &mesh, [Shard(0), Replicate])?)?;
 ///     assert_eq!(y.placements(), [Shard(0), Replicate]);
 ///     // an existing model is redistributed

@@ -22,7 +22,7 @@ fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {
 }
 
 impl ShardedTensor {
-    /// Creates a tensor filled with one value. `meta` is its shape and element type, such as `((5, 4), DType::F32)`.
+    /// Creates a tensor filled with one value.
     ///
     /// Local: every rank fills its own shards.
     ///
@@ -31,10 +31,11 @@ impl ShardedTensor {
     pub fn full(
         spec: impl Into<AnyShardingSpec>,
         value: f64,
-        meta: impl Into<TensorMeta>,
+        shape: impl Into<Shape>,
+        dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        let meta = meta.into();
+        let meta = TensorMeta::from((shape, dtype));
         Self::by_shard(spec.into(), &meta, mesh, |part| {
             Ok(filled(value, &TensorMeta { shape: part.sizes.clone(), dtype: meta.dtype })?)
         })
@@ -47,7 +48,7 @@ impl ShardedTensor {
         dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::full(spec, 0.0, (shape, dtype), mesh)
+        Self::full(spec, 0.0, shape, dtype, mesh)
     }
 
     /// Creates a tensor of ones. Local.
@@ -57,7 +58,7 @@ impl ShardedTensor {
         dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::full(spec, 1.0, (shape, dtype), mesh)
+        Self::full(spec, 1.0, shape, dtype, mesh)
     }
 
     /// Creates a tensor to be filled later. Unlike PyTorch's its elements are zero: uninitialized memory cannot be read here.

@@ -18,7 +18,7 @@ use shardwise_kernels::{convert, filled, placeholder};
 
 impl ShardedTensor {
     /// Creates a tensor of random elements, drawn from the generator of the mesh: the same bits for every spec and for
-    /// [`DTensor::random`](crate::DTensor::random). `meta` is its shape and element type.
+    /// [`DTensor::random`](crate::DTensor::random).
     ///
     /// Collective: ranks compare the states of their generators, one small exchange.
     ///
@@ -28,10 +28,11 @@ impl ShardedTensor {
     pub fn random(
         distribution: Distribution,
         spec: impl Into<AnyShardingSpec>,
-        meta: impl Into<TensorMeta>,
+        shape: impl Into<Shape>,
+        dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        random_at(distribution, spec.into(), &meta.into(), mesh, Location::caller())
+        random_at(distribution, spec.into(), &TensorMeta::from((shape, dtype)), mesh, Location::caller())
     }
 
     /// Creates a tensor of uniform random numbers in `0..1`. Collective, as [`random`](Self::random) is.
@@ -42,7 +43,7 @@ impl ShardedTensor {
         dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, spec, (shape, dtype), mesh)
+        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, spec, shape, dtype, mesh)
     }
 
     /// Creates a tensor of normal random numbers with mean 0 and standard deviation 1. Collective, as [`random`](Self::random)
@@ -54,12 +55,12 @@ impl ShardedTensor {
         dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, spec, (shape, dtype), mesh)
+        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, spec, shape, dtype, mesh)
     }
 
     /// Creates a tensor of one value with the shape, type and spec of this tensor. Local.
     pub fn full_like(&self, value: f64) -> Result<ShardedTensor> {
-        Self::full(self.spec.clone(), value, (self.shape(), self.dtype()), &self.mesh)
+        Self::full(self.spec.clone(), value, self.shape(), self.dtype(), &self.mesh)
     }
 
     /// Creates zeros with the shape, type and spec of this tensor. Local.
@@ -112,7 +113,7 @@ impl ShardedTensor {
     ///     weight.init(Init::KaimingUniform(1.0))?;
     ///     mesh.manual_seed(0);
     ///     let whole = Init::KaimingUniform(1.0).create(&[3, 8], DType::F32, &mesh, [Replicate])?;
-    ///     assert_eq!(weight.full_tensor()?.to_vec2::<f32>()?, whole.to_local().to_vec2::<f32>()?);
+    ///     assert_eq!(weight.full_tensor()?.to_vec2::<f32>()?, whole.to_local()?.to_vec2::<f32>()?);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())

@@ -200,7 +200,7 @@ impl DTensor {
     ///     let mesh = world.mesh([("dp", 2)])?;
     ///     let table = Tensor::arange(0f32, 6.0, &Device::Cpu)?.reshape((3, 2))?;
     ///     let x = DTensor::distribute_tensor(&table, &mesh, [Shard(0)], Some(0))?;
-    ///     assert_eq!(x.to_local().dims(), [2 - world.rank(), 2]);
+    ///     assert_eq!(x.local_shape(), [2 - world.rank(), 2]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())

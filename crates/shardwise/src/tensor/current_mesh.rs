@@ -9,17 +9,17 @@ use candle_core::{DType, Shape, Tensor};
 use super::{Arange, DTensor, Number};
 use crate::comm::current_mesh;
 use crate::error::Result;
-use crate::layout::TensorMeta;
 use crate::placement::Placement;
 
 /// [`DTensor::full`] on the current mesh.
 #[track_caller]
 pub fn full(
     value: impl Into<Number>,
-    meta: impl Into<TensorMeta>,
+    shape: impl Into<Shape>,
+    dtype: DType,
     placements: impl IntoIterator<Item = Placement>,
 ) -> Result<DTensor> {
-    DTensor::full(value, meta, &current_mesh()?, placements)
+    DTensor::full(value, shape, dtype, &current_mesh()?, placements)
 }
 
 /// [`DTensor::zeros`] on the current mesh.

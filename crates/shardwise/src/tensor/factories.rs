@@ -38,7 +38,7 @@ impl From<Distribution> for RandomOptions<'_> {
 /// Every rank fills its own part. Nothing is communicated, except that random factories compare the generators of the ranks.
 /// A rank outside the mesh holds nothing and may skip the call.
 impl DTensor {
-    /// Creates a tensor filled with one value. `meta` is its shape and element type, such as `((4, 2), DType::F32)`.
+    /// Creates a tensor filled with one value.
     ///
     /// Local. As in PyTorch, a fraction is truncated for an integer type, and a negative integer wraps in an unsigned one.
     ///
@@ -46,8 +46,8 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::full(7.0, ((4, 2), DType::F32), &mesh, [Shard(0)])?;
-    ///     assert_eq!(x.to_local().to_vec2::<f32>()?, [[7.0, 7.0], [7.0, 7.0]]);
+    ///     let x = DTensor::full(7.0, (4, 2), DType::F32, &mesh, [Shard(0)])?;
+    ///     assert_eq!(x.to_local()?.to_vec2::<f32>()?, [[7.0, 7.0], [7.0, 7.0]]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())
@@ -59,12 +59,12 @@ impl DTensor {
     #[track_caller]
     pub fn full(
         value: impl Into<Number>,
-        meta: impl Into<TensorMeta>,
+        shape: impl Into<Shape>,
+        dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        let TensorMeta { shape, dtype } = meta.into();
-        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        let layout = Layout::new(mesh.mesh(), shape.into().into_dims(), placements)?;
         let value = value.into().fit(dtype)?; // on all ranks, also where nothing is filled
         build(mesh, &layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
@@ -77,7 +77,7 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::full(0.0, (shape, dtype), mesh, placements)
+        Self::full(0.0, shape, dtype, mesh, placements)
     }
 
     /// Creates a tensor of ones. Local.
@@ -88,7 +88,7 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::full(1.0, (shape, dtype), mesh, placements)
+        Self::full(1.0, shape, dtype, mesh, placements)
     }
 
     /// Creates a tensor to be filled later. Unlike PyTorch's its elements are zero: uninitialized memory cannot be read here.
@@ -104,13 +104,13 @@ impl DTensor {
     }
 
     /// Creates a tensor whose elements are a function of their index in the whole tensor. Local: `f` is called for the
-    /// elements of this rank only. `meta` is the shape and element type.
+    /// elements of this rank only.
     ///
     /// ```
     /// # use shardwise::prelude::*;
     /// launch(3, |world| {
     ///     let mesh = world.mesh([("dp", 3)])?;
-    ///     let table = DTensor::from_fn(((4, 4), DType::I64), &mesh, [Shard(1)], |i| (10 * i[0] + i[1]) as f64)?;
+    ///     let table = DTensor::from_fn((4, 4), DType::I64, &mesh, [Shard(1)], |i| (10 * i[0] + i[1]) as f64)?;
     ///     assert_eq!(table.full_tensor()?.to_vec2::<i64>()?[2], [20, 21, 22, 23]);
     ///     Ok(())
     /// })?;
@@ -118,13 +118,13 @@ impl DTensor {
     /// ```
     #[track_caller]
     pub fn from_fn(
-        meta: impl Into<TensorMeta>,
+        shape: impl Into<Shape>,
+        dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
         f: impl Fn(&[usize]) -> f64,
     ) -> Result<DTensor> {
-        let TensorMeta { shape, dtype } = meta.into();
-        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        let layout = Layout::new(mesh.mesh(), shape.into().into_dims(), placements)?;
         by_rule(mesh, &layout, dtype, Location::caller(), &|_, index| Number::Real(f(index)))
     }
 
@@ -208,8 +208,7 @@ impl DTensor {
         by_rule(mesh, &layout, dtype, Location::caller(), &rule)
     }
 
-    /// Creates a tensor of random elements, the same bits in every layout, mesh and world size. `meta` is its shape and element
-    /// type.
+    /// Creates a tensor of random elements, the same bits in every layout, mesh and world size.
     ///
     /// Collective: ranks compare the states of their generators, one small exchange. Takes a [`Distribution`], or
     /// [`RandomOptions`] to draw from a generator other than that of the mesh.
@@ -221,10 +220,10 @@ impl DTensor {
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
     ///     let distribution = Distribution::Normal { mean: 0.0, std: 0.02 };
-    ///     let x = DTensor::random(distribution, ((4, 2), DType::F64), &mesh, [Shard(0)])?;
+    ///     let x = DTensor::random(distribution, (4, 2), DType::F64, &mesh, [Shard(0)])?;
     ///     let generator = Generator::new(7);
     ///     let options = RandomOptions { distribution, generator: Some(&generator) };
-    ///     let y = DTensor::random(options, ((4, 2), DType::F64), &mesh, [Shard(1)])?;
+    ///     let y = DTensor::random(options, (4, 2), DType::F64, &mesh, [Shard(1)])?;
     ///     assert!(!x.equal(&y)?);
     ///     Ok(())
     /// })?;
@@ -237,13 +236,13 @@ impl DTensor {
     #[track_caller]
     pub fn random<'a>(
         options: impl Into<RandomOptions<'a>>,
-        meta: impl Into<TensorMeta>,
+        shape: impl Into<Shape>,
+        dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let RandomOptions { distribution, generator } = options.into();
-        let TensorMeta { shape, dtype } = meta.into();
-        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        let layout = Layout::new(mesh.mesh(), shape.into().into_dims(), placements)?;
         let generator = generator.unwrap_or_else(|| mesh.generator());
         random_at(distribution, &layout, dtype, mesh, generator, Location::caller())
     }
@@ -278,7 +277,7 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, (shape, DType::F32), mesh, placements)
+        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, shape, DType::F32, mesh, placements)
     }
 
     /// Creates an f32 tensor of normal random numbers with mean 0 and standard deviation 1. Collective, as
@@ -289,7 +288,7 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, (shape, DType::F32), mesh, placements)
+        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, shape, DType::F32, mesh, placements)
     }
 
     /// Creates an i64 tensor of random integers in a range, such as `0..10`. Collective, as [`random`](Self::random) is.
@@ -301,13 +300,13 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let distribution = Distribution::Integers { low: range.start, high: range.end };
-        Self::random(distribution, (shape, DType::I64), mesh, placements)
+        Self::random(distribution, shape, DType::I64, mesh, placements)
     }
 
     /// Creates an i64 vector of the numbers `0..n` in random order. Collective, as [`random`](Self::random) is.
     #[track_caller]
     pub fn randperm(n: usize, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
-        Self::random(Distribution::Permutation { n: n as u64 }, (n, DType::I64), mesh, placements)
+        Self::random(Distribution::Permutation { n: n as u64 }, n, DType::I64, mesh, placements)
     }
 
     /// Creates zeros with the shape, type and layout of this tensor; see [`full_like`](Self::full_like).

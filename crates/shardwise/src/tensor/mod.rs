@@ -66,7 +66,7 @@ use shardwise_kernels::{check_arithmetic, check_cpu, check_dtype, convert, own_c
 ///     let x = DTensor::arange(0.0..12.0, DType::F32, &mesh, [Shard(0), Replicate])?;
 ///     let y = x.redistribute([Replicate, Shard(0)])?;
 ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?[7], 7.0);
-///     assert_eq!(y.to_local().dims(), [6]);
+///     assert_eq!(y.local_shape(), [6]);
 ///     Ok(())
 /// })?;
 /// # Ok::<(), Error>(())
@@ -274,7 +274,7 @@ impl DTensor {
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
     ///     let x = DTensor::arange(-2.0..2.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
-    ///     let local = x.to_local().relu()?; // any code on candle tensors
+    ///     let local = x.to_local()?.relu()?; // any code on candle tensors
     ///     let y = DTensor::from_local(&local, &mesh, [Shard(0)])?;
     ///     let grads = y.square()?.sum_all()?.backward()?;
     ///     assert_eq!(grads.get(&x)?.full_tensor()?.to_vec1::<f32>()?, [0.0, 0.0, 0.0, 2.0]);
@@ -287,11 +287,21 @@ impl DTensor {
     /// type where the result would otherwise depend on the layout (half precision in f32, sums of f32 in f64); this method
     /// returns them rounded.
     ///
-    /// # Panics
+    /// # Errors
     /// If the copy cannot be allocated.
     #[doc(alias = "collect_local_shard")]
-    pub fn to_local(&self) -> Tensor {
-        self.to_local_code(None).unwrap_or_else(|error| panic!("to_local: {error}"))
+    pub fn to_local(&self) -> Result<Tensor> {
+        self.to_local_code(None)
+    }
+
+    /// Returns the number of elements of this rank's part. Local; copies nothing.
+    pub fn local_elem_count(&self) -> usize {
+        self.local().elem_count()
+    }
+
+    /// Returns the shape of this rank's part. Local; copies nothing.
+    pub fn local_shape(&self) -> Vec<usize> {
+        self.local().dims().to_vec()
     }
 
     /// Returns a copy of the local part, as [`to_local`](Self::to_local) does, and sets the placements of its gradient.

@@ -27,7 +27,7 @@ impl DTensor {
     ///     let mesh = world.mesh([("tp", 2)])?;
     ///     let x = DTensor::ones((4, 6), DType::F32, &mesh, [Shard(0)])?;
     ///     let y = x.redistribute([Shard(1)])?; // one all-to-all
-    ///     assert_eq!(y.to_local().dims(), [4, 3]);
+    ///     assert_eq!(y.local_shape(), [4, 3]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())

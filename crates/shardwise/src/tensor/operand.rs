@@ -46,7 +46,7 @@ impl<'a> Operand<'a> {
 
 #[track_caller]
 fn number_like(number: Number, dtype: DType, on: &DTensor) -> Result<DTensor> {
-    DTensor::full(number, ((), dtype), on.device_mesh(), vec![Placement::Replicate; on.placements().len()])
+    DTensor::full(number, (), dtype, on.device_mesh(), vec![Placement::Replicate; on.placements().len()])
 }
 
 /// The type that a number is promoted to together with a tensor of a type.

@@ -2,10 +2,11 @@
 
 use std::f64::consts::{PI, TAU};
 
+use candle_core::DType;
+
 use super::DTensor;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
-use crate::layout::TensorMeta;
 use crate::placement::Placement;
 use shardwise_kernels::special::i0;
 
@@ -104,34 +105,29 @@ impl WindowFunction {
 }
 
 impl DTensor {
-    /// Creates a window of signal processing: a vector whose largest value is 1. A window that is not `symmetric` is periodic, for
+    /// Creates a window of signal processing: a vector of `n` points whose largest value is 1. A window that is not `symmetric` is periodic, for
     /// spectral analysis.
     ///
     /// Local: every rank computes its part.
     ///
     /// # Errors
-    /// If the shape is not that of a vector, the type is not a floating-point one, or a parameter of the window is out of range.
+    /// If the type is not a floating-point one, or a parameter of the window is out of range.
     #[doc(alias = "hann_window")]
     #[doc(alias = "kaiser_window")]
     #[track_caller]
     pub fn window(
         window: &WindowFunction,
         symmetric: bool,
-        meta: impl Into<TensorMeta>,
+        n: usize,
+        dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        let meta = meta.into();
         window.check(symmetric)?;
-        let (&[n], true) = (meta.shape.as_slice(), meta.dtype.is_float()) else {
-            let found = format!("shape {:?} of {} for a window", meta.shape, meta.dtype.as_str());
-            return Err(ErrorKind::shape(&meta.shape).error(
-                "window",
-                found,
-                "one dimension of a floating-point type",
-                "pass the number of points and f32 or f64",
-            ));
-        };
-        DTensor::from_fn(meta, mesh, placements, |at| window.at(at[0], n, symmetric))
+        if !dtype.is_float() {
+            let found = format!("a window of {}", dtype.as_str());
+            return Err(ErrorKind::dtype(dtype).error("window", found, "a floating-point type", "pass f32 or f64"));
+        }
+        DTensor::from_fn(n, dtype, mesh, placements, |at| window.at(at[0], n, symmetric))
     }
 }

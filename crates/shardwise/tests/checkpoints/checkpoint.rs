@@ -207,7 +207,7 @@ fn nested_state(format: Format, name: &str) {
             |_, shape| Ok((mesh.clone(), Layout::replicated(mesh.mesh(), shape)?)),
         )?;
         assert_eq!(everything.value("mixed.1")?, Value::Bool(true));
-        assert!(same(&everything.tensor("mixed.0")?.to_local(), &whole(&[2], DType::U8, 5)));
+        assert!(same(&everything.tensor("mixed.0")?.to_local()?, &whole(&[2], DType::U8, 5)));
         Ok(())
     })
     .unwrap();
@@ -331,7 +331,7 @@ fn long_lists_keep_their_order() {
     let path = scratch.0.join("state");
     launch(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
-        let entry = |i: usize| DTensor::full(i as f64, (3, DType::F32), &mesh, [Shard(0)]);
+        let entry = |i: usize| DTensor::full(i as f64, 3, DType::F32, &mesh, [Shard(0)]);
         let list = State::list((0..25).map(entry).collect::<Result<Vec<_>>>()?);
         checkpoint::save(&world, &path, &State::map([("list", list.clone())]))?;
         let loaded = checkpoint::load(&world, &path, &State::map([("list", list)]))?;
@@ -471,7 +471,7 @@ fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
     let save = |value: f64, dies: bool, path: PathBuf| {
         launch(2, move |world| {
             let mesh = world.mesh([("all", 2)])?;
-            let x = DTensor::full(value, (8, DType::F32), &mesh, [Shard(0)])?;
+            let x = DTensor::full(value, 8, DType::F32, &mesh, [Shard(0)])?;
             let options = SaveOptions { deadline: Duration::from_secs(20), ..SaveOptions::default() };
             let saving = checkpoint::async_save(&world, &path, &State::map([("x", x)]), &options)?;
             if dies && world.rank() == 1 {

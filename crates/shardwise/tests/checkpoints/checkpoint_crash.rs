@@ -27,7 +27,7 @@ fn child_process_that_saves() {
         for generation in first.. {
             let tensor = |i: usize| -> Result<(String, State)> {
                 let placement = [Shard(0), Replicate, Shard(1)][i % 3].clone();
-                let x = DTensor::full(generation as f64, ((96, 64 + i), DType::F32), &mesh, [placement])?;
+                let x = DTensor::full(generation as f64, (96, 64 + i), DType::F32, &mesh, [placement])?;
                 Ok((format!("t{i}"), State::from(x)))
             };
             let mut entries = (0..6).map(tensor).collect::<Result<Vec<_>>>()?;

@@ -99,7 +99,7 @@ fn a_rank_reads_the_blocks_of_its_shard() {
         assert_eq!(report.bytes, 2 * 8 * 34, "half of the columns: 8 of 16 blocks of two rows");
         assert_eq!(report.unchecked, ["Q8_0"]);
         let catalog = checkpoint::open(data("blocks.gguf"))?;
-        let local = state.tensor("Q8_0")?.to_local();
+        let local = state.tensor("Q8_0")?.to_local()?;
         let expected = read_box(&catalog, "Q8_0", &[0, 256 * world.rank()], &[2, 256]);
         assert_eq!(local.flatten_all()?.to_vec1::<f32>()?, expected);
         Ok(())

@@ -23,7 +23,7 @@ fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     let mesh = world.mesh([("dp", world.size())])?;
     let tensor = |i: usize| -> Result<(String, State)> {
         let placement = [Shard(0), Shard(1), Replicate][i % 3].clone();
-        let x = DTensor::full(number as f64, ((12 + i, 40), DType::F32), &mesh, [placement])?;
+        let x = DTensor::full(number as f64, (12 + i, 40), DType::F32, &mesh, [placement])?;
         Ok((format!("t{i}"), State::from(x)))
     };
     let mut entries = (0..6).map(tensor).collect::<Result<Vec<_>>>()?;
@@ -66,7 +66,7 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
             let state = checkpoint::load(&world, &path, &template)?;
             let mut found = Vec::new();
             for t in 0..6 {
-                let local = state.tensor(&format!("t{t}"))?.to_local().flatten_all()?.to_vec1::<f32>()?;
+                let local = state.tensor(&format!("t{t}"))?.to_local()?.flatten_all()?.to_vec1::<f32>()?;
                 found.extend(local.into_iter().map(|x| x as i64));
             }
             if format != Format::HuggingFace {
@@ -134,7 +134,7 @@ fn pattern(world: &World, rng: &mut StdRng) -> Result<State> {
             0 => Replicate,
             dim => Shard(dim as isize - 1),
         };
-        let whole = DTensor::full((i + 3) as f64, (shape, dtype), &mesh, [placement])?;
+        let whole = DTensor::full((i + 3) as f64, shape, dtype, &mesh, [placement])?;
         entries.push((format!("t{i}"), State::from(whole)));
     }
     entries.push(("step".to_string(), State::from(12)));

@@ -30,7 +30,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let place = path.clone();
     launch(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
-        let one = |i: usize| Ok((format!("t{i}"), DTensor::full(1.0, ((side, side), DType::F32), &mesh, [Shard(0)])?));
+        let one = |i: usize| Ok((format!("t{i}"), DTensor::full(1.0, (side, side), DType::F32, &mesh, [Shard(0)])?));
         checkpoint::save(&world, &place, &State::map((0..count).map(one).collect::<Result<Vec<_>>>()?))
     })
     .unwrap();

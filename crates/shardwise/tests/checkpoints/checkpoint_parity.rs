@@ -94,7 +94,7 @@ fn read_by(path: &Path, count: usize, from: usize, to: usize, placement: Placeme
         let mesh = world.mesh([("all", to)])?;
         let like = DTensor::zeros(count, DType::F64, &mesh, [placement.clone()])?;
         let loaded = checkpoint::load_with(&world, &place, &State::map([("x", like)]), &StateLoadOptions::default())?;
-        Ok((numbers(&loaded.state.tensor("x")?.to_local()), loaded.report.bytes))
+        Ok((numbers(&loaded.state.tensor("x")?.to_local()?), loaded.report.bytes))
     };
     ThreadWorld::new(to).unwrap().run(load).unwrap()
 }

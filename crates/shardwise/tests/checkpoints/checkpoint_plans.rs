@@ -62,7 +62,7 @@ fn replicas_read_each_part_once_with_the_bytes_balanced() {
         let like = || DTensor::zeros((64, 8), DType::F64, &mesh, [Replicate]);
         Ok(State::map([("a", like()?), ("b", like()?)]))
     };
-    let values = |state: &State| Ok([state.tensor("a")?.to_local(), state.tensor("b")?.to_local()]);
+    let values = |state: &State| Ok([state.tensor("a")?.to_local()?, state.tensor("b")?.to_local()?]);
     let shared = loaded(&path, 2, sharing(), two, values).unwrap();
     assert_eq!(bytes(&shared), [size, size]);
     assert_eq!(bytes(&loaded(&path, 2, StateLoadOptions::default(), two, values).unwrap()), [2 * size; 2]);
@@ -134,7 +134,7 @@ fn ranks_that_need_different_parts_read_their_own() {
     };
     let values = |state: &State| {
         let names = ["types", "same", "own", "rows"].into_iter().filter(|name| state.get(name).is_some());
-        names.map(|name| Ok((name, state.tensor(name)?.to_local().to_dtype(DType::F64)?.to_vec2::<f64>()?))).collect()
+        names.map(|name| Ok((name, state.tensor(name)?.to_local()?.to_dtype(DType::F64)?.to_vec2::<f64>()?))).collect()
     };
     let shared: Vec<(LoadReport, Rows)> = loaded(&path, 2, sharing(), template, values).unwrap();
     // Rank 0: types and own; rank 1: types and half of rows; one of them reads what both need.
@@ -291,7 +291,7 @@ fn a_cache_never_changes_what_is_saved() {
             let path = root.join(i.to_string());
             checkpoint::save_with(&world, &path, &state, &options)?;
             let template = State::map([("weight", DTensor::zeros((6, 6), DType::F64, &mesh, [Replicate])?)]);
-            let found = checkpoint::load(&world, &path, &template)?.tensor("weight")?.to_local().to_vec2::<f64>()?;
+            let found = checkpoint::load(&world, &path, &template)?.tensor("weight")?.to_local()?.to_vec2::<f64>()?;
             assert_eq!(found, counting(&[6, 6], i as f64).to_vec2::<f64>()?, "save {i}");
             let catalog = checkpoint::open(&path)?;
             assert_eq!(catalog.value("seed.2")?, Value::Int(i as i64));

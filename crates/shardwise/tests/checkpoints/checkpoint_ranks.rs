@@ -221,7 +221,7 @@ fn a_partial_load_keeps_what_is_missing_and_lists_both_sides() {
     let path = saved(&scratch);
     launch(3, move |world| {
         let mesh = world.mesh([("dp", 3)])?;
-        let like = |shape: &[usize]| DTensor::full(7.0, (shape, DType::F64), &mesh, [Shard(0)]);
+        let like = |shape: &[usize]| DTensor::full(7.0, shape, DType::F64, &mesh, [Shard(0)]);
         let template = State::map([
             ("model", State::map([("weight", like(&[4, 3])?), ("extra", like(&[2])?)])),
             ("best", State::from(0.25)),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use shardwise::checkpoint::{self, ConvertOptions, Format, State, convert};
-use shardwise::models::{GptConfig, ModelSpec, export_hf, export_hf_with, save_adapter};
+use shardwise::models::{GptConfig, ModelSpec, export_hf, export_hf_with_tokenizer, save_adapter};
 use shardwise::nn::{Builder, Lora};
 use shardwise::prelude::*;
 use shardwise::text::TextFiles;
@@ -45,7 +45,7 @@ fn write(world: &World, what: &str, directory: &Path, generation: usize) -> Resu
         // The last rank has the most to write.
         "save" => {
             let sizes = Placement::ragged(0, [1, 1, 1, 99_997]);
-            let x = DTensor::full(generation as f64, (100_000, DType::F32), &mesh, [sizes])?;
+            let x = DTensor::full(generation as f64, 100_000, DType::F32, &mesh, [sizes])?;
             checkpoint::save(world, &target, &State::map([("x", x)]))
         }
         "convert" => world
@@ -61,7 +61,7 @@ fn write(world: &World, what: &str, directory: &Path, generation: usize) -> Resu
             let config = GptConfig { vocab_size: 64, seq_len: 16, d_model: 16, d_ff: 32, ..MODEL };
             let model = config.build(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
             let text = TextFiles { tokenizer: vec![b' '; 20_000 * generation], ..TextFiles::default() };
-            export_hf_with(world, &target, &model, &config, &text)
+            export_hf_with_tokenizer(world, &target, &model, &config, &text)
         }
         _ => {
             let (model, lora) = (model()?, Lora { rank: 8 * generation.pow(2), ..Lora::default() });
@@ -105,7 +105,7 @@ fn check(what: &'static str, named: &[&str]) {
             let source = scratch.0.join(format!("source{generation}"));
             launch(RANKS, move |world| {
                 let mesh = world.mesh([("dp", RANKS)])?;
-                let x = DTensor::full(generation as f64, (20_000, DType::F32), &mesh, [Shard(0)])?;
+                let x = DTensor::full(generation as f64, 20_000, DType::F32, &mesh, [Shard(0)])?;
                 checkpoint::save(&world, &source, &State::map([("x", x)]))
             })
             .unwrap();

@@ -24,7 +24,7 @@ fn generation_in(world: &World, number: u64, format: Format) -> Result<State> {
         // A file of `torch.save` has whole tensors only.
         let placement =
             if format == Format::Torch { Replicate } else { [Shard(0), Shard(1), Replicate][i % 3].clone() };
-        let x = DTensor::full(number as f64, ((9 + i, 40), DType::F32), &mesh, [placement])?;
+        let x = DTensor::full(number as f64, (9 + i, 40), DType::F32, &mesh, [placement])?;
         Ok((format!("t{i}"), State::from(x)))
     };
     Ok(State::map((0..TENSORS).map(tensor).collect::<Result<Vec<_>>>()?))
@@ -43,7 +43,7 @@ fn one_number(numbers: impl IntoIterator<Item = f32>, what: &str) -> u64 {
 }
 
 fn local_numbers(state: &State) -> Result<Vec<f32>> {
-    let tensor = |i: usize| Ok(state.tensor(&format!("t{i}"))?.to_local().flatten_all()?.to_vec1::<f32>()?);
+    let tensor = |i: usize| Ok(state.tensor(&format!("t{i}"))?.to_local()?.flatten_all()?.to_vec1::<f32>()?);
     Ok((0..TENSORS).map(tensor).collect::<Result<Vec<_>>>()?.concat())
 }
 

@@ -49,7 +49,7 @@ const MESHES: [(&str, bool); 5] =
 fn batch(mesh: &DeviceMesh, step: usize) -> Result<[DTensor; 2]> {
     let tokens = |shift: usize| {
         let token = move |i: &[usize]| ((i[0] * 5 + (i[1] + shift) * 3 + step * 4 + i[0] * i[1]) % VOCABULARY) as f64;
-        DTensor::from_fn(((12, 6), DType::I64), mesh, batch_placements(mesh.mesh()), token)
+        DTensor::from_fn((12, 6), DType::I64, mesh, batch_placements(mesh.mesh()), token)
     };
     Ok([tokens(0)?, tokens(1)?])
 }
@@ -154,8 +154,8 @@ fn a_shared_weight_is_saved_once_and_shared_again_on_every_other_mesh() {
                         let path = root.join(format.name());
                         match *format == Format::HuggingFace {
                             // It holds tensors only.
-                            true => checkpoint::save_from_with(world, path, (&*run.model,), &options)?,
-                            false => checkpoint::save_from_with(world, path, (&*run.model, &run.optimizer), &options)?,
+                            true => checkpoint::save_from_with(world, path, (&run.model,), &options)?,
+                            false => checkpoint::save_from_with(world, path, (&run.model, &run.optimizer), &options)?,
                         }
                     }
                     Ok(found)
@@ -182,11 +182,11 @@ fn a_shared_weight_is_saved_once_and_shared_again_on_every_other_mesh() {
                         let mut run = Run::new(&config, mesh, sequence, 4)?;
                         run.step(9)?;
                         if format == Format::HuggingFace {
-                            checkpoint::load_into(world, &path, (&*run.model,))?;
+                            checkpoint::load_into(world, &path, (&run.model,))?;
                             run.assert_tied(&text);
                             return Ok((Vec::new(), run.weights()?));
                         }
-                        checkpoint::load_into(world, &path, (&*run.model, &mut run.optimizer))?;
+                        checkpoint::load_into(world, &path, (&run.model, &mut run.optimizer))?;
                         run.assert_tied(&text);
                         let found = (SAVED_AFTER..STEPS).map(|step| run.step(step)).collect::<Result<Vec<_>>>()?;
                         Ok((found, run.weights()?))

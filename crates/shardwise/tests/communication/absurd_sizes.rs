@@ -40,11 +40,11 @@ fn factories_reject_sizes_beyond_memory() {
         let place = of.clone();
         refused(move |mesh| DTensor::triu_indices((usize::MAX, usize::MAX), isize::MIN, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::from_fn((VAST, DType::F32), mesh, place(), |_| 0.0));
+        refused(move |mesh| DTensor::from_fn(VAST, DType::F32, mesh, place(), |_| 0.0));
         let place = of.clone();
         refused(move |mesh| DTensor::zeros(VAST, DType::F32, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::full(1.0, ((VAST, 2), DType::U8), mesh, place()));
+        refused(move |mesh| DTensor::full(1.0, (VAST, 2), DType::U8, mesh, place()));
     }
 }
 

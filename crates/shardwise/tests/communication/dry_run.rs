@@ -32,7 +32,7 @@ fn step(world: &World, axes: [(&'static str, usize); 3], model: Model) -> Result
     for weight in &parameters {
         let gathered = weight.redistribute([Replicate, Replicate, Shard(1)])?;
         let sum = Partial(ReduceOp::Sum);
-        let local = gathered.to_local().clone();
+        let local = gathered.to_local()?.clone();
         let gradient = DTensor::from_local_with_shape(&local, &mesh, [sum.clone(), sum, Shard(1)], weight.shape())?;
         drop(gathered);
         gradient.redistribute(sharded.clone())?;
@@ -110,7 +110,7 @@ fn dry_runs_reject_reads_of_data_and_check_arguments() {
                 (x.equal(&x).map(drop), "dry run"),
                 (x.state().map(drop), "dry run"),
                 (x.redistribute([Shard(5)]).map(drop), "from -2 to 1"),
-                (world.all_reduce(&x.to_local(), ReduceOp::BitOr).map(drop), "rank 0 called all_reduce"),
+                (world.all_reduce(&x.to_local()?, ReduceOp::BitOr).map(drop), "rank 0 called all_reduce"),
                 (world.mesh([("a", 65)]).map(drop), "below 64"),
             ] {
                 let message = result.expect_err(part).to_string();
@@ -120,10 +120,10 @@ fn dry_runs_reject_reads_of_data_and_check_arguments() {
             assert!(x.to_string().starts_with("without data\n"), "{x}");
             assert!(world.split(Some(0), 0).unwrap_err().to_string().contains("dry run"));
             x.clone().fill_range(&[0..1 << 20, 0..1 << 20], 1.0)?;
-            assert_eq!(x.redistribute([Shard(1)])?.to_local().dims(), [1 << 20, 1 << 14]);
+            assert_eq!(x.redistribute([Shard(1)])?.local_shape(), [1 << 20, 1 << 14]);
             let y = x.redistribute([Partial(ReduceOp::Sum)])?.to_dtype(DType::F64)?;
             assert_eq!(
-                y.redistribute([Placement::StridedShard { dim: 0, split_factor: 2 }])?.to_local().dims()[0],
+                y.redistribute([Placement::StridedShard { dim: 0, split_factor: 2 }])?.local_shape()[0],
                 1 << 14
             );
             Ok(())

@@ -55,7 +55,7 @@ fn cases() -> Vec<(&'static str, ErrorKind, Program)> {
             ones(w, (4, 4), Shard(0))?.add(&other).map(drop)
         }),
         ("ranks disagree", ErrorKind::Disagreement, |w| {
-            let local = ones(w, (2, 2), Replicate)?.mul_scalar(w.rank() as f64)?.to_local();
+            let local = ones(w, (2, 2), Replicate)?.mul_scalar(w.rank() as f64)?.to_local()?;
             let options = FromLocalOptions { run_check: true, ..FromLocalOptions::default() };
             DTensor::from_local_with(&local, &w.mesh([("dp", w.size())])?, [Replicate], options).map(drop)
         }),

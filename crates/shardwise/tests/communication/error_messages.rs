@@ -37,7 +37,7 @@ fn a_bad_class_index_names_the_loss() {
             let error = refused(2, move |world| {
                 let mesh = world.mesh([("dp", 2)])?;
                 let logits = DTensor::zeros((4, 7), DType::F32, &mesh, placements.clone())?;
-                let target = DTensor::full(9.0, (4, DType::I64), &mesh, [Replicate])?;
+                let target = DTensor::full(9.0, 4, DType::I64, &mesh, [Replicate])?;
                 let losses = match name {
                     "nll_loss" => logits.nll_loss(&target, LossOptions::default()),
                     _ => logits.cross_entropy(&target, LossOptions::default()),
@@ -84,7 +84,7 @@ fn a_nan_error_names_the_operator_that_produced_it() {
 fn operators_that_propagate_nan_are_distinguished_from_those_that_produce_it() {
     let error = refused(1, |world| {
         let mesh = world.mesh([("dp", 1)])?;
-        let x = DTensor::full(f64::NAN, (2, DType::F32), &mesh, [Replicate])?;
+        let x = DTensor::full(f64::NAN, 2, DType::F32, &mesh, [Replicate])?;
         no_grad(|| detect_anomaly(|| x.add_scalar(1.0))).map(drop)
     });
     assert!(error.contains("input(s) 0 had it"), "{error}");
@@ -97,7 +97,7 @@ fn a_nan_error_inside_a_layer_names_the_module() {
         let mesh = world.mesh([("dp", 2)])?;
         let mlp = Mlp::new(&Builder::new(&mesh).child("blocks.0.mlp"), 8, 16, Activation::Relu)?;
         // weights of both signs: inf - inf
-        let x = DTensor::full(f64::INFINITY, ((4, 8), DType::F32), &mesh, [Shard(0)])?;
+        let x = DTensor::full(f64::INFINITY, (4, 8), DType::F32, &mesh, [Shard(0)])?;
         detect_anomaly(|| mlp.forward(&x)).map(drop)
     });
     assert!(error.contains("`blocks.0.mlp.up`") && error.contains("NaN in result 0 of linear_activation"), "{error}");
@@ -105,9 +105,9 @@ fn a_nan_error_inside_a_layer_names_the_module() {
         let mesh = world.mesh([("dp", 2)])?;
         let mlp = Mlp::new(&Builder::new(&mesh).child("blocks.0.mlp"), 8, 16, Activation::Relu)?;
         let x = DTensor::ones((4, 8), DType::F32, &mesh, [Shard(0)])?;
-        let spoilt = DTensor::full(f64::NAN, ((4, 8), DType::F32), &mesh, [Shard(0)])?;
+        let spoilt = DTensor::full(f64::NAN, (4, 8), DType::F32, &mesh, [Shard(0)])?;
         // the NaN comes from a cotangent, so that only the backward pass has it
-        detect_anomaly(|| mlp.forward(&x)?.backward_with(&spoilt)).map(drop)
+        detect_anomaly(|| mlp.forward(&x)?.backward_from(&spoilt)).map(drop)
     });
     assert!(error.contains("in the backward pass of") && error.contains("in module `blocks.0.mlp.down`"), "{error}");
 }

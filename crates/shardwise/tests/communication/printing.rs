@@ -53,14 +53,14 @@ fn show_returns_the_same_text_on_all_ranks() {
         let rule = |i: &[usize]| (10 * i[0] + i[1]) as f64;
         let mut texts = Vec::new();
         for placements in [[Shard(0), Shard(1)], [Replicate, Shard(0)], [Shard(1), Shard(1)], [Replicate, Replicate]] {
-            let x = DTensor::from_fn(((3, 4), DType::I64), &mesh, placements, rule)?;
+            let x = DTensor::from_fn((3, 4), DType::I64, &mesh, placements, rule)?;
             texts.push(x.show()?);
             texts.push(x.redistribute([Replicate, Partial(ReduceOp::Sum)])?.show()?);
             let reference = "[[0, 1, 2, 3],\n [10, 11, 12, 13],\n [20, 21, 22, 23]]\ni64 ";
             assert!(texts.iter().all(|text| text.starts_with(reference)), "{texts:?}");
         }
         let spec = ChunkShardingSpec::over_ranks(1, [3, 1])?;
-        let whole = DTensor::from_fn(((3, 4), DType::I64), &mesh, [Replicate, Replicate], rule)?;
+        let whole = DTensor::from_fn((3, 4), DType::I64, &mesh, [Replicate, Replicate], rule)?;
         let sharded = ShardedTensor::from_dtensor(&whole)?.reshard(spec)?;
         texts.push(sharded.show()?);
         assert!(texts.last().unwrap().starts_with("[[0, 1, 2, 3],\n"), "{texts:?}");

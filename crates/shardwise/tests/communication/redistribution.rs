@@ -198,14 +198,15 @@ fn invalid_targets_are_rejected_with_the_reason() {
             (DTensor::zeros(1, DType::F32, &mesh, [Replicate, Replicate])?.item::<f64>().map(drop), "f64"),
             (DTensor::arange(Arange::new(0.0, 1.0, 0.0), DType::F32, &mesh, [Replicate, Replicate]).map(drop), "step"),
             (
-                DTensor::random(Distribution::Permutation { n: 5 }, (100, DType::I64), &mesh, [Replicate, Replicate])
+                DTensor::random(Distribution::Permutation { n: 5 }, 100, DType::I64, &mesh, [Replicate, Replicate])
                     .map(drop),
                 "one per element",
             ),
             (
                 DTensor::random(
                     Distribution::Integers { low: 0, high: 300 },
-                    (4, DType::U8),
+                    4,
+                    DType::U8,
                     &mesh,
                     [Replicate, Replicate],
                 )

@@ -16,7 +16,7 @@ fn a_program_borrows_from_its_caller() {
         let sum = launch_scoped(ranks, |world| {
             calls.fetch_add(1, SeqCst);
             let mesh = world.mesh([("dp", ranks)])?;
-            let x = DTensor::from_fn((6, DType::F64), &mesh, [Shard(0)], |index| numbers[index[0]])?;
+            let x = DTensor::from_fn(6, DType::F64, &mesh, [Shard(0)], |index| numbers[index[0]])?;
             x.sum_all()?.item::<f64>()
         })
         .unwrap();
@@ -54,7 +54,7 @@ fn constructors_use_the_mesh_of_the_with_mesh_scope() {
         with_mesh(&dp, || {
             let x = on_current_mesh::ones(4, DType::F32, [Shard(0)])?;
             assert_eq!(x.layout().to_string(), "[4] on dp=2: S(0)");
-            let inner = with_mesh(&tp, || on_current_mesh::full(2, ((2, 2), DType::I64), [Replicate]))?;
+            let inner = with_mesh(&tp, || on_current_mesh::full(2, (2, 2), DType::I64, [Replicate]))?;
             assert_eq!(inner.layout().to_string(), "[2, 2] on tp=2: R");
             assert!(current_mesh()? == dp);
             let draws = on_current_mesh::randn((3, 2), [Shard(0)])?;

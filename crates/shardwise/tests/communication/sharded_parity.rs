@@ -61,7 +61,7 @@ fn a_parameter_is_sharded_in_place() {
         let layer = Linear::new(&Builder::new(&mesh), 12, 12)?;
         let before = layer.weight.get().full_tensor()?;
         shard_parameter(&layer, &mesh, "weight", ChunkShardingSpec::over_ranks(0, 0..4)?)?;
-        let local = layer.weight.get().to_local();
+        let local = layer.weight.get().to_local()?;
         assert_eq!(local.dims(), [3, 12]);
         assert_eq!(numbers(&local), numbers(&before.narrow(0, 3 * world.rank(), 3)?));
         assert_eq!(layer.bias.as_ref().unwrap().get().placements(), [Replicate]);
@@ -95,7 +95,7 @@ fn local_shards_have_the_rows_and_values_that_they_were_filled_with() {
             assert_eq!(x.local_shards()[0].metadata().offsets, [0, 8 * world.rank()]);
             assert_eq!(x.local_tensor()?.dims(), [10, 8]);
         }
-        let x = ShardedTensor::full(spec(0)?, 2.5, ((8, 8), DType::F64), &mesh)?;
+        let x = ShardedTensor::full(spec(0)?, 2.5, (8, 8), DType::F64, &mesh)?;
         for (like, value) in
             [(x.zeros_like()?, 0.0), (x.ones_like()?, 1.0), (x.empty_like()?, 0.0), (x.full_like(8.8)?, 8.8)]
         {
@@ -109,7 +109,7 @@ fn local_shards_have_the_rows_and_values_that_they_were_filled_with() {
             mesh.manual_seed(9);
             x.init(init)?;
             mesh.manual_seed(9);
-            let whole = init.create(&[8, 2], DType::F64, &mesh, [Replicate])?.to_local();
+            let whole = init.create(&[8, 2], DType::F64, &mesh, [Replicate])?.to_local()?;
             assert_eq!(numbers(&x.local_tensor()?), numbers(&whole.narrow(0, 2 * world.rank(), 2)?));
             assert!(init != Init::Uniform(10.0, 20.0) || numbers(&whole).iter().all(|v| (10.0..20.0).contains(v)));
         }
@@ -451,7 +451,7 @@ fn a_planner_of_the_program_shards_every_parameter_under_its_own_name() {
             let (rows, size) = (whole.dims()[0].div_ceil(4), whole.dims()[0]);
             let start = (rows * world.rank()).min(size);
             let expected = whole.narrow(0, start, rows.min(size - start))?;
-            assert_eq!(numbers(&param.get().to_local()), numbers(&expected), "{name}");
+            assert_eq!(numbers(&param.get().to_local()?), numbers(&expected), "{name}");
         }
         // The whole model at the empty path cannot be replaced: it has no hooks.
         let plan = ShardingPlan::new().sharder("", VocabularyParallel::new("all"));

@@ -258,7 +258,7 @@ fn a_distributed_tensor_of_any_layout_becomes_shards_and_back_without_a_copy_whe
             if is_regular {
                 assert!(world.trace().records().is_empty(), "{text}: {:?}", world.trace().records());
                 assert_eq!(back.layout(), x.layout(), "{text}");
-                let is_empty = x.to_local().elem_count() == 0;
+                let is_empty = x.local_elem_count() == 0;
                 assert!(is_empty || back.shares_memory(&x), "{text}");
             }
             assert!(same(&back.to_mesh(&mesh, [Replicate, Replicate])?.full_tensor()?, &table), "{text}");

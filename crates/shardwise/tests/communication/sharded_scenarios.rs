@@ -49,7 +49,7 @@ fn filled_and_random_tensors_have_type_and_spec() {
     launch(4, |world| {
         let mesh = world.mesh([("all", 4)])?;
         let spec = || ChunkShardingSpec::over_ranks(0, 0..4);
-        let x = ShardedTensor::full(spec()?, 1234.0, ((10, 20), DType::I32), &mesh)?;
+        let x = ShardedTensor::full(spec()?, 1234.0, (10, 20), DType::I32, &mesh)?;
         let rows = [3, 3, 3, 1][world.rank()];
         assert_eq!(x.local_tensor()?.to_vec2::<i32>()?, vec![vec![1234; 20]; rows]);
         let x = ShardedTensor::zeros(spec()?, (8, 8), DType::F64, &mesh)?;

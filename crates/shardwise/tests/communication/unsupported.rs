@@ -23,7 +23,7 @@ fn element_types_without_kernels_are_rejected_everywhere() {
                 x.to_dtype(dtype).and_then(|x| x.sort(0, false).map(drop)),
                 DTensor::zeros(4, dtype, &mesh, [Shard(0)]).map(drop),
                 DTensor::arange(0.0..4.0, dtype, &mesh, [Shard(0)]).map(drop),
-                DTensor::random(Distribution::Normal { mean: 0.0, std: 1.0 }, (4, dtype), &mesh, [Shard(0)]).map(drop),
+                DTensor::random(Distribution::Normal { mean: 0.0, std: 1.0 }, 4, dtype, &mesh, [Shard(0)]).map(drop),
                 ShardedTensor::zeros(spec()?, 4, dtype, &mesh).map(drop),
                 ShardedTensor::ones(spec()?, 4, DType::F32, &mesh)?.to_dtype(dtype).map(drop),
             ];

@@ -34,7 +34,7 @@ fn run(case: &Case, world: &World) -> Result<()> {
     close(&output.full_tensor()?, &case.expected_output.to_tensor(), case.rtol, case.atol)?;
     let whole = vec![Replicate; case.mesh_shape.len()];
     let cotangent = DTensor::distribute_tensor(&case.cotangent.to_tensor(), &mesh, whole, None)?;
-    let gradients = output.backward_with(&cotangent)?;
+    let gradients = output.backward_from(&cotangent)?;
     for input in case.inputs.iter().filter(|input| input.requires_grad) {
         let expected = input.expected_grad.as_ref().expect("a gradient for every input that requires one");
         let gradient = match gradients.get(&values[input.name.as_str()]) {

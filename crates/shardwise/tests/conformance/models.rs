@@ -152,7 +152,7 @@ impl<'a> Recorded<'a> {
 
     fn ids(&self, rows: &[Vec<u32>]) -> Result<DTensor> {
         let shape = (rows.len(), rows[0].len());
-        DTensor::from_fn((shape, DType::I64), self.mesh, batch_placements(self.mesh.mesh()), |i| {
+        DTensor::from_fn(shape, DType::I64, self.mesh, batch_placements(self.mesh.mesh()), |i| {
             f64::from(rows[i[0]][i[1]])
         })
     }
@@ -273,7 +273,7 @@ impl<'a> Recorded<'a> {
             .map(|row| row.as_array().unwrap()[1..].iter().map(|x| x.as_i64().unwrap()).collect())
             .collect();
         let shape = (labels.len(), labels[0].len());
-        let targets = DTensor::from_fn((shape, DType::I64), self.mesh, batch_placements(self.mesh.mesh()), |i| {
+        let targets = DTensor::from_fn(shape, DType::I64, self.mesh, batch_placements(self.mesh.mesh()), |i| {
             labels[i[0]][i[1]] as f64
         })?;
         Ok([self.ids(&ids)?, targets])

@@ -252,7 +252,7 @@ fn execute(case: &Case, call: &TorchCall, world: &World) -> Result<Outcome> {
     }
     let gradients = match seeded.as_slice() {
         [] => None,
-        [(output, cotangent)] => Some(output.backward_with(cotangent)?),
+        [(output, cotangent)] => Some(output.backward_from(cotangent)?),
         several => {
             let term =
                 |(output, cotangent): &(&DTensor, DTensor)| output.mul(cotangent)?.sum_all()?.to_dtype(DType::F64);

@@ -231,7 +231,7 @@ fn gradients(
     for (i, (param, value)) in params.iter().zip(values).enumerate() {
         let placed = placements(&value.shape, mesh, choice(case, i, t), true);
         let gradient = DTensor::distribute_tensor(&value.to_tensor(), mesh, placed, None)?;
-        let one = param.get().backward_with(&gradient)?;
+        let one = param.get().backward_from(&gradient)?;
         all = Some(match all {
             Some(all) => all.accumulate(one)?,
             None => one,

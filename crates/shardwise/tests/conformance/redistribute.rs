@@ -51,7 +51,7 @@ fn run(case: &Case, world: &World) -> Result<usize> {
     if let Some(expected) = &case.output_locals
         && !moved.layout().is_partial()
     {
-        same("local", &moved.to_local(), &expected[world.rank()].to_tensor())?;
+        same("local", &moved.to_local()?, &expected[world.rank()].to_tensor())?;
     }
     same("value", &moved.full_tensor()?, &case.global.to_tensor())?;
     Ok(sent)

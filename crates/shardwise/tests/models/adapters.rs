@@ -33,7 +33,7 @@ fn recorded(name: &str) -> Recorded {
 /// Logits of the last position of every row.
 fn logits(model: &PretrainedModel, mesh: &DeviceMesh, ids: &[Vec<u32>]) -> Result<Vec<Vec<f64>>> {
     let (rows, length) = (ids.len(), ids[0].len());
-    let ids = DTensor::from_fn(((rows, length), DType::U32), mesh, [Replicate], |i| f64::from(ids[i[0]][i[1]]))?;
+    let ids = DTensor::from_fn((rows, length), DType::U32, mesh, [Replicate], |i| f64::from(ids[i[0]][i[1]]))?;
     let last = model.forward(&ids)?.narrow(1, length - 1, 1)?.detach().full_tensor()?;
     Ok(last.squeeze(1)?.to_dtype(DType::F64)?.to_vec2()?)
 }

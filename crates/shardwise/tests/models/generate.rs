@@ -245,7 +245,7 @@ fn perplexity_is_the_exponential_of_the_mean_loss_of_counted_tokens() {
             let placements = models::batch_placements(mesh.mesh());
             let (count, length) = (rows.len(), rows[0].len());
             let placed = |value: &dyn Fn(&[usize]) -> f64| {
-                DTensor::from_fn(((count, length), DType::I64), &mesh, placements.clone(), value)
+                DTensor::from_fn((count, length), DType::I64, &mesh, placements.clone(), value)
             };
             let id = placed(&|i| f64::from(rows[i[0]][i[1]]))?;
             let next = placed(&|i| rows[i[0]].get(i[1] + 1).map_or(-100.0, |&id| f64::from(id)))?;

@@ -38,7 +38,7 @@ fn compare(path: &Path, name: &'static str, ranks: usize) {
         let encoder = load_encoder(&path, &mesh, TensorParallel::new("tp"))?;
         let of_rows = |rows: Vec<Vec<u32>>| {
             let shape = (rows.len(), rows[0].len());
-            DTensor::from_fn((shape, DType::I64), &mesh, [Replicate], |i| f64::from(rows[i[0]][i[1]]))
+            DTensor::from_fn(shape, DType::I64, &mesh, [Replicate], |i| f64::from(rows[i[0]][i[1]]))
         };
         for case in recorded["cases"].as_array().unwrap() {
             let mask = rows(&case["attention_mask"]);

@@ -171,12 +171,12 @@ fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, pa
                 let place = i.iter().fold(salt + 1, |all, i| all * 61 + i);
                 0.3 * (place as f64 * 1.7).sin() + if i.len() == 1 { 0.5 } else { 0.0 }
             };
-            let whole = DTensor::from_fn((now.shape(), DType::F32), &mesh, vec![Replicate; mesh.ndim()], value)?;
+            let whole = DTensor::from_fn(now.shape(), DType::F32, &mesh, vec![Replicate; mesh.ndim()], value)?;
             param.set(&whole.to_layout(now.layout())?)?;
         }
         export_hf(&world, &path, &model, &config)?;
         // the ids for every rank along dp, which shares the batch
-        let ids = DTensor::from_fn(((4, IDS.len()), DType::U32), &mesh, vec![Replicate; mesh.ndim()], |i| {
+        let ids = DTensor::from_fn((4, IDS.len()), DType::U32, &mesh, vec![Replicate; mesh.ndim()], |i| {
             f64::from(IDS[i[1]])
         })?;
         let logits = model.forward(&ids)?.select(0, 0)?;

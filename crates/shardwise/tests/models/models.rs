@@ -59,7 +59,7 @@ fn ways() -> Vec<(&'static str, ParallelismConfig)> {
 
 fn batch(mesh: &DeviceMesh, step: usize) -> Result<(DTensor, DTensor)> {
     let tokens = move |shift: usize| move |i: &[usize]| ((i[0] * 11 + (i[1] + shift) * 7 + step * 5) % 40) as f64;
-    let make = |shift| DTensor::from_fn(((BATCH, LENGTH), DType::U32), mesh, batch_placements(mesh), tokens(shift));
+    let make = |shift| DTensor::from_fn((BATCH, LENGTH), DType::U32, mesh, batch_placements(mesh), tokens(shift));
     Ok((make(0)?, make(1)?))
 }
 

@@ -66,7 +66,7 @@ impl Drop for Changed {
 const IDS: [u32; 9] = [5, 40, 3, 17, 60, 22, 9, 31, 8];
 
 fn ids_of(mesh: &DeviceMesh, ids: &[u32]) -> Result<DTensor> {
-    DTensor::from_fn(((1, ids.len()), DType::U32), mesh, vec![Replicate; mesh.ndim()], |i| f64::from(ids[i[1]]))
+    DTensor::from_fn((1, ids.len()), DType::U32, mesh, vec![Replicate; mesh.ndim()], |i| f64::from(ids[i[1]]))
 }
 
 fn full(logits: &DTensor) -> Result<Vec<f32>> {
@@ -102,8 +102,7 @@ fn reports(
         .run(move |world| {
             let mesh = world.device_mesh(axes.clone())?;
             let (model, report) = models::load_with(&path, &mesh, planner.clone(), &LoadOptions::default())?;
-            let held =
-                model.named_parameters().iter().map(|(_, p)| p.get().to_local().elem_count() as u64).sum::<u64>();
+            let held = model.named_parameters().iter().map(|(_, p)| p.get().local_elem_count() as u64).sum::<u64>();
             Ok((report, held))
         })
         .unwrap();
@@ -474,7 +473,7 @@ fn gradients_are_those_of_one_rank_in_every_layout() {
                     false => models::load_with(&path, &mesh, TensorParallel::new("tp"), &options)?.0,
                 };
                 let make = |shift: usize| {
-                    DTensor::from_fn(((4, 6), DType::I64), &mesh, batch_placements(mesh.mesh()), move |i| {
+                    DTensor::from_fn((4, 6), DType::I64, &mesh, batch_placements(mesh.mesh()), move |i| {
                         ((i[0] * 31 + (i[1] + shift) * 17) % 90) as f64
                     })
                 };

@@ -144,11 +144,11 @@ fn run(path: &Path, ranks: usize, keep_quantized: bool) -> Outcome {
         let (model, report): (PretrainedModel, _) = load_with(&path, &mesh, TensorParallel::new("tp"), &options)?;
         let mut cache = KvCache::new();
         // More rows than products with blocks as they are have, then one.
-        let ids = DTensor::from_fn(((2, 20), DType::U32), &mesh, [Replicate], |i| ((i[0] * 7 + i[1] * 3) % 40) as f64)?;
+        let ids = DTensor::from_fn((2, 20), DType::U32, &mesh, [Replicate], |i| ((i[0] * 7 + i[1] * 3) % 40) as f64)?;
         let prompt = model.forward_cached_all(&ids, &mut cache)?.full_tensor()?;
-        let one = DTensor::from_fn(((2, 1), DType::U32), &mesh, [Replicate], |i| (i[0] + 5) as f64)?;
+        let one = DTensor::from_fn((2, 1), DType::U32, &mesh, [Replicate], |i| (i[0] + 5) as f64)?;
         let next = model.forward_cached(&one, &mut cache)?.full_tensor()?;
-        let local = |param: &Param| param.get().to_local().elem_count() * param.dtype().size_in_bytes();
+        let local = |param: &Param| param.get().local_elem_count() * param.dtype().size_in_bytes();
         let held = model.named_parameters().iter().map(|(_, param)| local(param)).sum();
         Ok(Outcome { prompt, next, held, report })
     })
@@ -249,7 +249,7 @@ fn gradients_pass_through_quantized_experts() {
             let (model, _) = load_with(&path, &mesh, TensorParallel::new("tp"), &options)?;
             // So many rows that products expand the blocks: few rows are rounded, which gradients near zero show.
             let id = |i: &[usize]| ((i[0] * 11 + i[1] * 5 + i[1] * i[1]) % 40) as f64;
-            let ids = DTensor::from_fn(((4, 60), DType::I64), &mesh, [Replicate], id)?;
+            let ids = DTensor::from_fn((4, 60), DType::I64, &mesh, [Replicate], id)?;
             let grads = model.loss(&ids, &ids)?.backward()?;
             let params = model.named_parameters();
             let (_, norm) = params.iter().find(|(path, _)| path == "blocks.0.before_mlp.weight").unwrap();

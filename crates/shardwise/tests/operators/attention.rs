@@ -20,7 +20,7 @@ fn filled(
         let at = i.iter().fold(phase, |sum, &i| 7.31 * sum + i as f64);
         (at * 12.9898).sin() * 1.5
     };
-    DTensor::from_fn((shape, DType::F64), mesh, placements.to_vec(), value)
+    DTensor::from_fn(shape, DType::F64, mesh, placements.to_vec(), value)
 }
 
 fn operands(
@@ -150,7 +150,7 @@ fn sharded_keys_are_never_gathered() {
         let causal = AttentionOptions { causal: true, query_offset: 56, ..AttentionOptions::default() };
         let result = q.scaled_dot_product_attention(k, v, causal)?;
         assert_eq!(result.placements(), [Partial(ReduceOp::Sum)]);
-        let gradients = result.backward_with(&result.ones_like()?.redistribute([Replicate])?)?;
+        let gradients = result.backward_from(&result.ones_like()?.redistribute([Replicate])?)?;
         let calls: Vec<&str> = world.trace().records().iter().map(|r| r.call).filter(|c| *c != "agree").collect();
         assert!(!calls.is_empty() && calls.iter().all(|call| *call == "all_reduce"), "{calls:?}");
         // Statistics of 16 queries, forward and backward; the result and the gradient of the queries stay partial.
@@ -188,7 +188,7 @@ fn second_derivatives_are_those_of_the_composed_form() {
             mesh.manual_seed(3);
             let [q, k, v] = operands;
             let loss = q.scaled_dot_product_attention(k, v, options)?.square()?.sum_all()?;
-            let first = loss.backward_options(BackwardOptions { create_graph: true, ..Default::default() })?;
+            let first = loss.backward_with(BackwardOptions { create_graph: true, ..Default::default() })?;
             let again = first.get(q)?.square()?.sum_all()?.add(&first.get(k)?.square()?.sum_all()?)?.backward()?;
             operands.iter().map(|t| Ok(again.get(t)?.full_tensor()?.flatten_all()?.to_vec1::<f64>()?)).collect()
         };
@@ -287,7 +287,7 @@ fn rotary_embedding_turns_pairs_by_their_positions() {
             let x = filled((1, 2, length, size), 0.4, &mesh, &[Replicate])?;
             let turned = x.redistribute([placement])?.requires_grad();
             let y = turned.rotary_embedding(base, first)?;
-            let gradient = y.backward_with(&x)?.get(&turned)?.clone();
+            let gradient = y.backward_from(&x)?.get(&turned)?.clone();
             let angle = |row: usize, pair: usize| (first + row) as f64 * base.powf(-2.0 * pair as f64 / size as f64);
             let value = |t: &DTensor| Ok::<_, Error>(t.full_tensor()?.flatten_all()?.to_vec1::<f64>()?);
             let (x, y, gradient) = (value(&x)?, value(&y)?, value(&gradient)?);

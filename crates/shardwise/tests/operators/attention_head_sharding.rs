@@ -61,8 +61,7 @@ fn trained(
         let (mut losses, mut calls) = (Vec::new(), Calls::new());
         for step in 0..3 {
             let tokens = |shift: usize| move |i: &[usize]| ((i[0] * 11 + (i[1] + shift) * 7 + step * 5) % 40) as f64;
-            let make =
-                |shift| DTensor::from_fn(((4, LENGTH), DType::U32), &mesh, batch_placements(&mesh), tokens(shift));
+            let make = |shift| DTensor::from_fn((4, LENGTH), DType::U32, &mesh, batch_placements(&mesh), tokens(shift));
             let (ids, targets) = (make(0)?, make(1)?);
             world.trace().clear();
             let loss = model.loss(&ids, &targets)?;

@@ -19,7 +19,7 @@ fn documents_need_no_dense_mask([q, k, v]: [&DTensor; 3], cotangent: &DTensor) -
     let run = |options: AttentionOptions<'_>| -> Result<(DTensor, Duration)> {
         let start = Instant::now();
         let result = q.scaled_dot_product_attention(k, v, options)?;
-        result.backward_with(cotangent)?;
+        result.backward_from(cotangent)?;
         Ok((result.detach(), start.elapsed()))
     };
     let (found, fast) = run(AttentionOptions { block_mask: Some(&mask), ..AttentionOptions::default() })?;
@@ -51,7 +51,7 @@ fn the_scores_of_8192_positions_are_never_in_memory() {
         let before = process_memory().0;
         let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };
         let result = q.scaled_dot_product_attention(&k, &v, causal)?;
-        let gradients = result.backward_with(&cotangent)?;
+        let gradients = result.backward_from(&cotangent)?;
         let taken = process_memory().1.saturating_sub(before);
         // The result and three gradients.
         let outputs = 4 * heads * length * size * 4;

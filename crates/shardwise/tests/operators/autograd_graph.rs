@@ -15,7 +15,7 @@ fn numbers(t: &DTensor) -> Result<Vec<f64>> {
 /// 0, 1, 2, ... in a layout.
 fn counted(shape: (usize, usize), mesh: &DeviceMesh, placement: &Placement) -> Result<DTensor> {
     let value = move |at: &[usize]| (at[0] * shape.1 + at[1]) as f64;
-    DTensor::from_fn((shape, DType::F64), mesh, [Replicate], value)?.redistribute([placement.clone()])
+    DTensor::from_fn(shape, DType::F64, mesh, [Replicate], value)?.redistribute([placement.clone()])
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn backward_frees_saved_tensors_while_results_are_alive() {
             checkpoint_activations(&[&part], move |x| Ok(vec![x[0].matmul(&weight)?.tanh()?]))?.swap_remove(0);
         let loss = replayed.sum_all()?;
         let graph = world.memory().current() - before;
-        let retained = loss.backward_options(BackwardOptions { retain_graph: true, ..Default::default() })?;
+        let retained = loss.backward_with(BackwardOptions { retain_graph: true, ..Default::default() })?;
         drop(retained);
         assert_eq!(world.memory().current() - before, graph, "a pass that retains the graph frees nothing");
         let gradients = loss.backward()?;
@@ -178,7 +178,7 @@ fn a_second_backward_through_a_freed_graph_is_an_error() {
         let trunk = w.exp()?;
         let (one, other) = (trunk.sum_all()?, trunk.square()?.sum_all()?);
         let keep = BackwardOptions { retain_graph: true, ..Default::default() };
-        one.backward_options(keep)?;
+        one.backward_with(keep)?;
         one.backward()?;
         world.trace().clear();
         for again in [&one, &other] {
@@ -210,7 +210,7 @@ fn a_backward_pass_frees_saved_tensors_progressively() {
             drop(x);
             let before = world.memory().current();
             world.memory().reset_peak();
-            let gradients = loss.backward_options(BackwardOptions { retain_graph, ..Default::default() })?;
+            let gradients = loss.backward_with(BackwardOptions { retain_graph, ..Default::default() })?;
             drop(gradients);
             Ok((before, world.memory().peak(), world.memory().current()))
         });
@@ -262,7 +262,7 @@ fn no_activations_are_held_during_the_optimizer_step() {
 fn cummax_and_cummin_of_a_sharded_dimension_have_a_second_derivative() {
     let second = |mesh: &DeviceMesh, placement: Placement, least: bool| -> Result<Vec<f64>> {
         let value = |at: &[usize]| [1.5, -0.5, 2.0, 0.25, 2.5, -1.0, 3.0][at[0]] * if least { -1.0 } else { 1.0 };
-        let x = DTensor::from_fn((7, DType::F64), mesh, [placement], value)?.requires_grad();
+        let x = DTensor::from_fn(7, DType::F64, mesh, [placement], value)?.requires_grad();
         let running = if least { x.cummin(0)?.0 } else { x.cummax(0)?.0 };
         let first = running.pow_scalar(3.0)?.sum_all()?.backward_graph()?.get(&x)?.clone();
         let weights = DTensor::arange(1.0..8.0, DType::F64, mesh, [Replicate])?;

@@ -18,7 +18,7 @@ fn both_ways(
 ) -> Result<(usize, usize, DTensor)> {
     let (y, forward) = sent(world, || function(x))?;
     let cotangent = DTensor::randn(y.shape(), y.device_mesh(), y.layout().reduced().placements().to_vec())?;
-    let (gradients, backward) = sent(world, || y.backward_with(&cotangent))?;
+    let (gradients, backward) = sent(world, || y.backward_from(&cotangent))?;
     Ok((forward, backward, gradients.get(x)?.clone()))
 }
 

@@ -63,7 +63,7 @@ fn parts_and_combinations_see_what_they_say() {
 
 fn operand(mesh: &DeviceMesh, shape: [usize; 4], phase: f64, placements: &[Placement]) -> Result<DTensor> {
     let value = move |i: &[usize]| (i.iter().fold(phase, |sum, &i| 7.31 * sum + i as f64) * 12.9898).sin();
-    Ok(DTensor::from_fn((shape.as_slice(), DType::F64), mesh, placements.to_vec(), value)?.requires_grad())
+    Ok(DTensor::from_fn(shape.as_slice(), DType::F64, mesh, placements.to_vec(), value)?.requires_grad())
 }
 
 fn operands(mesh: &DeviceMesh, placements: [&[Placement]; 3]) -> Result<[DTensor; 3]> {
@@ -158,7 +158,7 @@ fn sharded_batches_heads_and_queries_communicate_nothing() {
             let (y, calls) = counted(&world, || x[0].scaled_dot_product_attention(&x[1], &x[2], options))?;
             assert!(calls.is_empty() && y.placements() == of_queries, "{queries}: {calls:?}");
             let cotangent = y.detach();
-            let (found, calls) = counted(&world, || y.backward_with(&cotangent))?;
+            let (found, calls) = counted(&world, || y.backward_from(&cotangent))?;
             assert!(calls.is_empty(), "{queries}: {calls:?}");
             assert_eq!(found.get(&x[0])?.placements(), of_queries);
             if keys != Replicate {

@@ -14,7 +14,7 @@ use shardwise::tensor::SaveForBackward;
 use shardwise::{DryWorld, explicit_communication_only};
 
 fn matrix(mesh: &DeviceMesh, rows: usize, columns: usize, placement: Placement) -> Result<DTensor> {
-    DTensor::from_fn(((rows, columns), DType::F64), mesh, [placement], |i| ((i[0] * 7 + i[1] * 3) as f64).sin())
+    DTensor::from_fn((rows, columns), DType::F64, mesh, [placement], |i| ((i[0] * 7 + i[1] * 3) as f64).sin())
 }
 
 /// A matrix product sharded on the columns of its right factor, whatever the inputs are.

@@ -14,7 +14,7 @@ use shardwise::{checkpoint_activations, jvp};
 /// Eighths of both signs; the same numbers on every mesh.
 fn tensor(mesh: &DeviceMesh, shape: &[usize], salt: usize) -> Result<DTensor> {
     let replicated = vec![Replicate; mesh.ndim()];
-    DTensor::from_fn((shape, DType::F64), mesh, replicated, |at| {
+    DTensor::from_fn(shape, DType::F64, mesh, replicated, |at| {
         let flat = at.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i);
         ((flat * 7 + salt * 5) % 13) as f64 / 8.0 - 0.75
     })

@@ -109,7 +109,7 @@ fn loss(op: &OpEntry, inputs: &[DTensor]) -> Result<Option<DTensor>> {
             (values::hash(&[flat, i, 11]) % 17) as f64 / 8.0 - 1.0
         };
         let mesh = output.device_mesh();
-        let weights = DTensor::from_fn((output.shape(), output.dtype()), mesh, [Replicate], weight)?;
+        let weights = DTensor::from_fn(output.shape(), output.dtype(), mesh, [Replicate], weight)?;
         let part = output.mul(&weights)?.sum_all()?;
         total = Some(total.map_or(Ok(part.clone()), |total| total.add(&part))?);
     }

@@ -203,7 +203,7 @@ fn sums_of_f32_do_not_depend_on_the_layout() {
             let x = DTensor::distribute_tensor(&x, mesh, placements.clone(), None)?;
             let of = |t: &DTensor| -> Result<f32> { Ok(t.full_tensor()?.to_scalar::<f32>()?) };
             let sum = x.sum_all()?;
-            assert_eq!((sum.dtype(), sum.to_local().dtype()), (DType::F32, DType::F32));
+            assert_eq!((sum.dtype(), sum.to_local()?.dtype()), (DType::F32, DType::F32));
             assert_eq!(of(&sum)?, 2.0, "{placements:?}");
             // Views and multiples of a partial sum, and sums of them, lose nothing either.
             let twice = sum.reshape(&[1])?.add(&sum.mul_scalar(1)?.unsqueeze(0)?)?.neg()?.squeeze(None)?;
@@ -229,7 +229,7 @@ fn partial_products_of_half_precision_are_communicated_in_f32() {
             let a = of(&[256.0, 1.0, -256.0, 1.0], Shard(1))?;
             let b = of(&[64.0, 0.25, 64.0, 0.5], Shard(1))?;
             let product = a.linear(&b, None)?;
-            assert_eq!((product.dtype(), product.to_local().dtype()), (dtype, dtype));
+            assert_eq!((product.dtype(), product.to_local()?.dtype()), (dtype, dtype));
             assert_eq!(product.placements(), [Partial(ReduceOp::Sum)]);
             // Views of a partial sum, and its sum with another, stay in f32.
             let made = product.t()?.add(&product.mul_scalar(-0.5)?)?;

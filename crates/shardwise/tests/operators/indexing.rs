@@ -320,7 +320,7 @@ fn a_mask_communicates_only_the_number_of_selected_elements() {
             assert_eq!(y.layout().to_string(), "[39] on a=3: S(0;0,19,20)");
             // the gradient moves nothing either
             world.trace().clear();
-            let gradient = y.backward_with(&y.ones_like()?)?;
+            let gradient = y.backward_from(&y.ones_like()?)?;
             assert_eq!(gradient.get(&x)?.placements(), [Shard(0)]);
             assert!(world.trace().records().is_empty());
             // a mask that broadcasts, and a single number

@@ -38,7 +38,7 @@ fn filled(shape: &[usize], dtype: DType, mesh: &DeviceMesh, place: &Placement, p
         let at = i.iter().fold(phase, |sum, &i| 7.31 * sum + i as f64);
         (at * 12.9898).sin() * 1.5
     };
-    DTensor::from_fn((shape, dtype), mesh, [place.clone()], value)
+    DTensor::from_fn(shape, dtype, mesh, [place.clone()], value)
 }
 
 /// The result and the gradients of x, weight and bias.

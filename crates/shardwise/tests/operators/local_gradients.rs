@@ -27,7 +27,7 @@ fn a_shard_is_differentiable_through_local_code() {
         for placement in [Replicate, Shard(0), Shard(1)] {
             let x = leaf(mesh, placement.clone())?;
             let before = (&x * 0.5)?;
-            let local = (before.to_local().sqr()? + 1.0)?.relu()?;
+            let local = (before.to_local()?.sqr()? + 1.0)?.relu()?;
             let y = DTensor::from_local(&local, mesh, [placement.clone()])?;
             let found = (&y * &x)?.sum_all()?.backward()?;
             // (x^2 / 4 + 1) * x
@@ -42,7 +42,7 @@ fn a_shard_is_differentiable_through_local_code() {
 fn local_code_may_have_several_inputs_and_outputs() {
     on_each_world(|mesh| {
         let (x, w) = (leaf(mesh, Shard(0))?, leaf(mesh, Shard(0))?);
-        let (a, b) = (x.to_local(), w.to_local());
+        let (a, b) = (x.to_local()?, w.to_local()?);
         let product = (&a * &b)?;
         let y = DTensor::from_local(&product, mesh, [Shard(0)])?;
         let z = DTensor::from_local(&(&product * &a)?, mesh, [Shard(0)])?;
@@ -59,7 +59,7 @@ fn a_replicated_tensor_that_ranks_use_differently_has_a_partial_gradient() {
     on_each_world(|mesh| {
         let (x, scale) = (leaf(mesh, Shard(0))?, DTensor::ones(3, DType::F64, mesh, [Replicate])?.requires_grad());
         let local = scale.to_local_with_grad_placements([Partial(ReduceOp::Sum)])?;
-        let y = DTensor::from_local(&x.to_local().broadcast_mul(&local)?, mesh, [Shard(0)])?;
+        let y = DTensor::from_local(&x.to_local()?.broadcast_mul(&local)?, mesh, [Shard(0)])?;
         let found = y.square()?.sum_all()?.backward()?;
         assert_eq!(found.get(&scale)?.placements(), [Partial(ReduceOp::Sum)]);
         assert_eq!(list(found.get(&scale)?)?, list(&(x.square()? * 2.0)?.sum(&[0], false)?)?);
@@ -69,7 +69,7 @@ fn a_replicated_tensor_that_ranks_use_differently_has_a_partial_gradient() {
         let whole = w.full_tensor_with_grad_placements([Partial(ReduceOp::Sum)])?;
         let rows = x.layout().global_indices(mesh.world().rank(), 0);
         let mine = whole.narrow(0, rows.first().copied().unwrap_or(0), rows.len())?;
-        let y = DTensor::from_local(&(x.to_local() * mine)?, mesh, [Shard(0)])?;
+        let y = DTensor::from_local(&(x.to_local()? * mine)?, mesh, [Shard(0)])?;
         assert_eq!(list(y.sum_all()?.backward()?.get(&w)?)?, list(&x)?);
         Ok(())
     });
@@ -93,7 +93,7 @@ fn local_results_may_be_partial_sums_and_averages() {
     on_each_world(|mesh| {
         for op in [ReduceOp::Sum, ReduceOp::Avg] {
             let x = leaf(mesh, Shard(0))?;
-            let term = x.to_local().sqr()?.sum_all()?;
+            let term = x.to_local()?.sqr()?.sum_all()?;
             let loss = DTensor::from_local(&term, mesh, [Partial(op)])?;
             let share = if op == ReduceOp::Avg { mesh.size() as f64 } else { 1.0 };
             let expected = (&x * (2.0 / share))?;
@@ -101,7 +101,7 @@ fn local_results_may_be_partial_sums_and_averages() {
             assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-12), "{found:?} {expected:?}");
         }
         let x = leaf(mesh, Shard(0))?;
-        let largest = x.to_local().abs()?.sum_all()?;
+        let largest = x.to_local()?.abs()?.sum_all()?;
         let error = DTensor::from_local(&largest, mesh, [Partial(ReduceOp::Max)]).unwrap_err().to_string();
         assert!(error.contains("sums and means"), "{error}");
         Ok(())
@@ -121,7 +121,7 @@ fn grad_placements_set_the_layout_of_the_gradient_for_local_code() {
         assert_eq!(list(found.get(&x)?)?, [1.0; 12]);
         if mesh.size() > 1 {
             let shards = FromLocalOptions { grad_placements: Some(vec![Shard(0)]), ..Default::default() };
-            let y = DTensor::from_local_with(&x.to_local(), mesh, [Replicate], shards)?;
+            let y = DTensor::from_local_with(&x.to_local()?, mesh, [Replicate], shards)?;
             let error = y.sum_all()?.backward().unwrap_err().to_string();
             assert!(error.contains("grad_placements of from_local"), "{error}");
         }
@@ -134,18 +134,18 @@ fn detached_and_untracked_tensors_have_no_gradient() {
     on_each_world(|mesh| {
         let x = leaf(mesh, Shard(0))?;
         let placed = |local: &Tensor| DTensor::from_local(local, mesh, [Shard(0)]);
-        assert!(placed(&x.to_local())?.has_gradient());
-        assert!(!placed(&x.to_local().detach())?.has_gradient());
-        assert!(!placed(&x.detach().to_local())?.has_gradient());
-        assert!(!no_grad(|| placed(&x.to_local()))?.has_gradient());
+        assert!(placed(&x.to_local()?)?.has_gradient());
+        assert!(!placed(&x.to_local()?.detach())?.has_gradient());
+        assert!(!placed(&x.detach().to_local()?)?.has_gradient());
+        assert!(!no_grad(|| placed(&x.to_local()?))?.has_gradient());
         // candle variables of the program are not part of this graph
-        let own = Var::from_tensor(&x.detach().to_local())?;
+        let own = Var::from_tensor(&x.detach().to_local()?)?;
         assert!(!placed(own.as_tensor())?.has_gradient());
         // a backward pass frees the graph, and a second one is an error
-        let y = placed(&x.to_local().sqr()?)?.sum_all()?;
+        let y = placed(&x.to_local()?.sqr()?)?.sum_all()?;
         y.backward()?;
         assert!(y.backward().unwrap_err().to_string().contains("freed"));
-        let error = placed(&x.to_local().sqr()?)?.sum_all()?.backward_graph().unwrap_err().to_string();
+        let error = placed(&x.to_local()?.sqr()?)?.sum_all()?.backward_graph().unwrap_err().to_string();
         assert!(error.contains("gradient of the gradient of local code"), "{error}");
         Ok(())
     });
@@ -155,7 +155,7 @@ fn detached_and_untracked_tensors_have_no_gradient() {
 fn writes_of_local_code_do_not_change_the_tensor() {
     on_each_world(|mesh| {
         let x = leaf(mesh, Replicate)?;
-        let local = x.to_local();
+        let local = x.to_local()?;
         local.slice_set(&Tensor::ones((1, 3), DType::F64, &Device::Cpu)?, 0, 0)?;
         assert_eq!(list(&x)?[0], -5.0);
         Ok(())
@@ -168,10 +168,10 @@ fn local_code_holds_no_memory_after_its_graph_is_dropped() {
         let x = leaf(mesh, Shard(0))?;
         let pass = || -> Result<()> {
             let y = (&x * 2.0)?;
-            let local = (y.to_local() * y.to_local())?;
+            let local = (y.to_local()? * y.to_local()?)?;
             DTensor::from_local(&local, mesh, [Shard(0)])?.sum_all()?.backward()?;
             // never brought back
-            y.to_local().sqr()?;
+            y.to_local()?.sqr()?;
             Ok(())
         };
         pass()?;

@@ -173,7 +173,7 @@ fn a_sharded_line_takes_one_collective_of_no_more_bytes_than_its_maximum_and_sum
                     assert_eq!(forward, ["all_reduce"], "{name} on {ranks} ranks");
                     assert!(sent <= all_reduce(2), "{name}: {sent} bytes and not {}", all_reduce(2));
                     let cotangent = DTensor::ones(y.shape(), dtype, mesh, y.layout().reduced().placements().to_vec())?;
-                    let (_, backward) = counted(world, || y.backward_with(&cotangent))?;
+                    let (_, backward) = counted(world, || y.backward_from(&cotangent))?;
                     let sent = bytes();
                     println!("  backward: {backward:?}, {sent} bytes");
                     assert_eq!(backward, vec!["all_reduce"; numbers], "{name} on {ranks} ranks");
@@ -231,7 +231,7 @@ fn second_derivatives_go_through_sharded_lines() {
                 let first = function(&x, &targets)?
                     .square()?
                     .sum_all()?
-                    .backward_options(shardwise::BackwardOptions { create_graph: true, ..Default::default() })?;
+                    .backward_with(shardwise::BackwardOptions { create_graph: true, ..Default::default() })?;
                 let second = first.get(&x)?.square()?.sum_all()?.backward()?;
                 found.push(values(second.get(&x)?)?);
             }

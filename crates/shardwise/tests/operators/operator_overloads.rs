@@ -143,10 +143,10 @@ fn comparisons_and_where_take_scalars() {
 fn scalars_follow_the_type_promotion_of_pytorch() {
     on_each_world(|mesh| {
         // 0.1 in f32 is what an f32 tensor is compared with
-        let x = DTensor::full(0.1, (4, DType::F32), mesh, [Shard(0)])?;
+        let x = DTensor::full(0.1, 4, DType::F32, mesh, [Shard(0)])?;
         assert_eq!(x.eq(0.1)?.full_tensor()?.to_vec1::<u8>()?, [1; 4]);
         assert_eq!(x.maximum(0.5)?.dtype(), DType::F32);
-        let n = DTensor::full(200, (4, DType::U8), mesh, [Shard(0)])?;
+        let n = DTensor::full(200, 4, DType::U8, mesh, [Shard(0)])?;
         // not wrapped into u8
         assert_eq!(n.lt(300)?.full_tensor()?.to_vec1::<u8>()?, [1; 4]);
         assert_eq!(n.gt(-1)?.full_tensor()?.to_vec1::<u8>()?, [1; 4]);

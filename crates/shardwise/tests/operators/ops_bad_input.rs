@@ -275,7 +275,7 @@ fn an_index_that_one_rank_finds_wrong_is_an_error_on_every_rank() {
                     let x = DTensor::ones((4, 4), DType::F64, &mesh, [Replicate])?;
                     let id = |at: &[usize]| if at[0] == 3 { f64::from(wrong) } else { at[0] as f64 };
                     let ids =
-                        DTensor::from_fn((4, DType::I64), &mesh, [Replicate], id)?.redistribute([placement.clone()])?;
+                        DTensor::from_fn(4, DType::I64, &mesh, [Replicate], id)?.redistribute([placement.clone()])?;
                     call(&x, &ids)?;
                     world.barrier()
                 };
@@ -312,8 +312,7 @@ struct Operands {
 impl Operands {
     fn new(mesh: &DeviceMesh, placement: &Placement) -> Result<Self> {
         let make = |shape: &[usize], dtype: DType| {
-            let whole =
-                DTensor::from_fn((shape, dtype), mesh, [Replicate], |at| (at.iter().sum::<usize>() % 4) as f64)?;
+            let whole = DTensor::from_fn(shape, dtype, mesh, [Replicate], |at| (at.iter().sum::<usize>() % 4) as f64)?;
             whole.redistribute([if shape.is_empty() { Replicate } else { placement.clone() }])
         };
         Ok(Operands {

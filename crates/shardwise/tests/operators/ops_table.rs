@@ -122,7 +122,7 @@ fn every_operator_returns_on_a_rank_outside_the_mesh() {
                         let flat = at.iter().fold(1, |sum, i| sum * 3 + i);
                         sample.below.map_or(0.25 + (flat % 7) as f64 / 8.0, |n| (flat % n) as f64)
                     };
-                    let whole = DTensor::from_fn((sample.shape.as_slice(), sample.dtype), &mesh, [Replicate], value)?;
+                    let whole = DTensor::from_fn(sample.shape.as_slice(), sample.dtype, &mesh, [Replicate], value)?;
                     if sample.shape.is_empty() { Ok(whole) } else { whole.redistribute([Shard(0)]) }
                 };
                 mesh.manual_seed(7);

@@ -127,7 +127,7 @@ fn gradients_go_to_the_elements_that_were_found() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let whole = numbers(&[20_000], DType::F64, false);
-        let q = DTensor::full(0.3, ((), DType::F64), &mesh, [Replicate])?;
+        let q = DTensor::full(0.3, (), DType::F64, &mesh, [Replicate])?;
         let gradient = |placement: Placement| -> Result<DTensor> {
             let x = DTensor::distribute_tensor(&whole, &mesh, [placement], None)?.requires_grad();
             let median = x.median(0, false)?.0;

@@ -14,7 +14,7 @@ fn filled(shape: &[usize], dtype: DType, mesh: &DeviceMesh, place: Placement, ph
         let at = i.iter().fold(phase, |sum, &i| 7.31 * sum + i as f64);
         (at * 12.9898).sin() * 1.5
     };
-    DTensor::from_fn((shape, dtype), mesh, [place], value)
+    DTensor::from_fn(shape, dtype, mesh, [place], value)
 }
 
 /// Computes sum and norm, from x, branch, weight and bias.
@@ -133,7 +133,7 @@ fn second_derivatives_are_those_of_two_passes() {
                 let (sum, normal) = form(&leaves)?;
                 let loss = sum.mul(&normal)?.square()?.sum_all()?;
                 let options = BackwardOptions { create_graph: true, ..Default::default() };
-                let first = loss.backward_options(options)?;
+                let first = loss.backward_with(options)?;
                 let again = first.get(&leaves[0])?.square()?.sum_all()?.backward()?;
                 leaves[..3].iter().map(|leaf| numbers(again.get(leaf)?)).collect::<Result<Vec<_>>>()
             };
@@ -194,7 +194,7 @@ fn sums_of_gradients_change_no_other_tensor() {
         let x = a.mul_scalar(1.0)?;
         let y = x.add(&x.rms_norm(1, None, 1e-5)?)?.add(&x.sin()?)?;
         let options = || BackwardOptions { cotangent: Some(&cotangent), retain_graph: true, ..Default::default() };
-        let (one, two) = (y.backward_options(options())?, y.backward_options(options())?);
+        let (one, two) = (y.backward_with(options())?, y.backward_with(options())?);
         assert_eq!(numbers(one.get(&a)?)?, numbers(two.get(&a)?)?);
         assert_eq!(numbers(&cotangent)?, before);
         Ok(())

@@ -33,7 +33,7 @@ fn the_norm_and_the_clipped_gradients_are_those_of_one_device_in_every_layout() 
                 sum_of(|step| {
                     let (x, target) = batch(&mesh, &way.batch(), DType::F64, step)?;
                     let options = BackwardOptions { defer_reduction, ..BackwardOptions::default() };
-                    net.loss(&x, &target, step == 1)?.backward_options(options)
+                    net.loss(&x, &target, step == 1)?.backward_with(options)
                 })
             };
             let theirs = || {
@@ -95,7 +95,7 @@ fn gradients_of_several_types_on_several_meshes_have_one_norm() {
             (&pair, "R", DType::F16, &[], 4.0),
         ];
         let param = |(mesh, placements, dtype, shape, _): &(&DeviceMesh, &str, DType, &[usize], f64)| -> Result<Param> {
-            Ok(Param::new(&DTensor::full(1.0, (*shape, *dtype), mesh, Placement::parse_list(placements)?)?))
+            Ok(Param::new(&DTensor::full(1.0, *shape, *dtype, mesh, Placement::parse_list(placements)?)?))
         };
         let params = parts.iter().map(param).collect::<Result<Vec<_>>>()?;
         let backward = |i: usize| params[i].get().mul_scalar(parts[i].4)?.sum_all()?.backward();
@@ -149,12 +149,12 @@ fn merged_parameters_are_clipped_like_others() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 4)])?;
         let layer = Linear::without_bias(&Builder::new(&mesh).dtype(DType::F64), 2, 3)?;
-        let stack = Param::new(&DTensor::full(1.0, ((3, 5, 2), DType::F64), &mesh, [Replicate])?);
+        let stack = Param::new(&DTensor::full(1.0, (3, 5, 2), DType::F64, &mesh, [Replicate])?);
         stack.merge_dims(2)?;
         stack.set(&stack.get().detach().redistribute([Shard(0)])?)?;
         let scale =
-            DTensor::from_fn(((3, 5, 2), DType::F64), &mesh, [Replicate], |i| (i[0] * 10 + i[1] * 2 + i[2]) as f64)?;
-        let x = DTensor::from_fn(((8, 2), DType::F64), &mesh, [Shard(0)], |i| i[0] as f64)?;
+            DTensor::from_fn((3, 5, 2), DType::F64, &mesh, [Replicate], |i| (i[0] * 10 + i[1] * 2 + i[2]) as f64)?;
+        let x = DTensor::from_fn((8, 2), DType::F64, &mesh, [Shard(0)], |i| i[0] as f64)?;
         let loss = stack.forward_value()?.mul(&scale)?.sum_all()?.add(&layer.forward(&x)?.sum_all()?)?;
         let (clipped, norm) = clip_grad_norm(loss.backward()?, [&stack, &layer.weight], 1.0, 2.0)?;
         let squares = (0..30).map(|i| (i * i) as f64).sum::<f64>() + 6.0 * 28.0 * 28.0;

@@ -347,7 +347,7 @@ fn a_file_of_2_gb_is_read_with_64_mb_of_memory() {
         let mut sum = 0;
         for _ in 0..batches {
             let batch = drawn.next_batch()?;
-            sum += batch[0].to_local().sum_all()?.to_scalar::<i64>()?;
+            sum += batch[0].to_local()?.sum_all()?.to_scalar::<i64>()?;
         }
         assert_eq!(sum, 0);
         Ok(())

@@ -31,7 +31,7 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 /// Ids below `vocabulary`, the same in every step.
 fn tokens(mesh: &DeviceMesh, vocabulary: usize, length: usize, shift: usize) -> Result<DTensor> {
     let token = move |i: &[usize]| ((i[0] * 11 + (i[1] + shift) * 7 + i[0] * i[1]) % vocabulary) as f64;
-    DTensor::from_fn(((ROWS, length), DType::I64), mesh, batch_placements(mesh.mesh()), token)
+    DTensor::from_fn((ROWS, length), DType::I64, mesh, batch_placements(mesh.mesh()), token)
 }
 
 /// Trains for a few steps of plain gradient descent, which does not enlarge rounding errors of small gradients.

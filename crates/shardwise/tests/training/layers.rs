@@ -20,7 +20,7 @@ fn on_each_world(run: impl Fn(&DeviceMesh) -> Result<()> + Clone + Send + Sync +
 /// The same numbers in every placement.
 fn input(mesh: &DeviceMesh, shape: &[usize], placement: Placement) -> Result<DTensor> {
     let value = |index: &[usize]| index.iter().fold(0.7, |sum: f64, &i| sum * 1.9 + i as f64).sin() * 2.0;
-    DTensor::from_fn((shape, DType::F64), mesh, [placement], value)
+    DTensor::from_fn(shape, DType::F64, mesh, [placement], value)
 }
 
 type Check = fn(&DTensor) -> Result<DTensor>;

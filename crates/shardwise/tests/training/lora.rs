@@ -13,7 +13,7 @@ fn full(tensor: &DTensor) -> Vec<f64> {
 
 fn input(mesh: &DeviceMesh) -> Result<DTensor> {
     let placements = (0..mesh.ndim()).map(|_| Replicate).collect::<Vec<_>>();
-    DTensor::from_fn(((6, WIDTH), DType::F64), mesh, placements, |i| ((i[0] * 5 + i[1] * 3) % 11) as f64 / 4.0 - 1.0)
+    DTensor::from_fn((6, WIDTH), DType::F64, mesh, placements, |i| ((i[0] * 5 + i[1] * 3) % 11) as f64 / 4.0 - 1.0)
 }
 
 /// Placements of the weights of `up` and `down`, by the number of mesh axes.
@@ -122,7 +122,7 @@ fn the_output_is_that_of_the_formula() {
         lora.apply(&layer, |_| true)?;
         assert_eq!(full(&layer.forward(&input(&mesh)?)?), plain, "B starts at zero");
         let (a, b) = &lora_adapters(&layer)[""];
-        b.set(&DTensor::from_fn(((3, 2), DType::F64), &mesh, [Replicate], |i| (i[0] + 2 * i[1]) as f64)?)?;
+        b.set(&DTensor::from_fn((3, 2), DType::F64, &mesh, [Replicate], |i| (i[0] + 2 * i[1]) as f64)?)?;
         let (a, b, x) = (full(&a.get()), full(&b.get()), full(&input(&mesh)?));
         let product = |row: usize, out: usize| -> f64 {
             let few = |r: usize| (0..WIDTH).map(|i| x[row * WIDTH + i] * a[r * WIDTH + i]).sum::<f64>();

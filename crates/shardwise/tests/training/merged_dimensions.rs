@@ -95,7 +95,7 @@ fn merged_tensors_compute_and_draw_as_on_one_device() {
             let mesh = world.mesh([("one", 1)])?;
             let x = DTensor::randn(shape.to_vec(), &mesh, [Replicate])?;
             let y = x.gelu()?.add(&x.mul_scalar(2.0)?)?;
-            Ok((x.to_local(), y.to_local(), y.norm(2.0, &[], false)?.full_tensor()?.to_scalar::<f32>()?))
+            Ok((x.to_local()?, y.to_local()?, y.norm(2.0, &[], false)?.full_tensor()?.to_scalar::<f32>()?))
         })
         .unwrap();
         for (name, axes, placements) in meshes() {
@@ -235,7 +235,7 @@ fn experts_start_with_the_same_values_however_they_are_sharded() {
             world.trace().clear();
             shard_module(&sharded, &mesh, &plan(&sharded, &mesh)?)?;
             assert!(world.trace().records().iter().all(|record| record.call == "agree"), "again: nothing to do");
-            let rows = sharded.up.get().to_local().dims()[0];
+            let rows = sharded.up.get().local_shape()[0];
             match name {
                 "fsdp" => assert_eq!(rows, [4, 4, 4, 3][world.rank()]),
                 "hsdp" => assert_eq!(rows, [8, 7][world.rank() % 2]),
@@ -486,7 +486,7 @@ fn a_model_directory_loads_with_merged_experts_and_exports_the_same_weights() {
             let model = models::load(&directory, &mesh, planner)?;
             let experts = model.named_parameters().into_iter().filter(|(_, param)| param.merged().is_some()).count();
             assert_eq!(experts > 0, merged);
-            let ids = DTensor::from_fn(((1, 7), DType::U32), &mesh, [Replicate], |i| (i[1] * 9 + 3) as f64)?;
+            let ids = DTensor::from_fn((1, 7), DType::U32, &mesh, [Replicate], |i| (i[1] * 9 + 3) as f64)?;
             let logits = model.forward(&ids)?.full_tensor()?;
             let weights = models::export(&model)?;
             model.map_tensors(&|tensor| tensor.mul_scalar(0.0))?;

@@ -34,7 +34,7 @@ impl Experts {
     fn gradients(&self, step: usize) -> Result<Gradients> {
         let (seen, mesh) = (self.stack.forward_value()?, self.stack.get().device_mesh().clone());
         let factor = move |at: &[usize]| ((at.iter().fold(1, |sum, i| sum * 7 + i) * (step + 2)) % 11) as f64 - 5.0;
-        let factors = DTensor::from_fn((seen.shape(), DType::F64), &mesh, vec![Replicate; mesh.ndim()], factor)?;
+        let factors = DTensor::from_fn(seen.shape(), DType::F64, &mesh, vec![Replicate; mesh.ndim()], factor)?;
         let factors = factors.to_dtype(seen.dtype())?;
         let biased = seen.add(&self.bias.forward_value()?)?;
         biased.mul(&factors)?.sum_all()?.add(&biased.square()?.sum_all()?)?.backward()

@@ -63,7 +63,7 @@ impl Forward for Block {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn(((4, 5), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
+    DTensor::from_fn((4, 5), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
 }
 
 /// Output and gradients of the block.
@@ -224,7 +224,7 @@ fn data_parallelism_in_one_line_communicates_gradients_once() {
         let found = calls(&mlp)?;
         let count = |call: &str| found.iter().filter(|c| **c == call).count();
         assert_eq!((count("all_gather"), count("reduce_scatter"), count("all_reduce")), (5, 4, 0), "{found:?}");
-        assert_eq!(mlp.up.weight.get().to_local().dims(), [4, 12]);
+        assert_eq!(mlp.up.weight.get().local_shape(), [4, 12]);
         Ok(())
     };
     ThreadWorld::new(4).unwrap().run(program).unwrap();
@@ -234,7 +234,7 @@ fn data_parallelism_in_one_line_communicates_gradients_once() {
 fn an_input_that_arrives_in_another_placement_than_stated_is_an_error() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-        let whole = DTensor::from_fn(((4, 8), DType::F64), &mesh, [Shard(0), Replicate], |i| (i[0] * 8 + i[1]) as f64)?;
+        let whole = DTensor::from_fn((4, 8), DType::F64, &mesh, [Shard(0), Replicate], |i| (i[0] * 8 + i[1]) as f64)?;
         let arriving = |placement: Placement| whole.redistribute([Shard(0), placement]);
         for stated in [Replicate, Shard(0), Shard(-1)] {
             let (colwise, rowwise) =
@@ -332,14 +332,13 @@ fn local_map_works_on_uneven_shards_of_redistributed_inputs() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 4)])?;
         // 5 rows: 2, 2, 1 and 0
-        let x =
-            DTensor::from_fn(((5, 3), DType::F64), &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
-        let w = DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
+        let x = DTensor::from_fn((5, 3), DType::F64, &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
+        let w = DTensor::from_fn(3, DType::F64, &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
         let (rows, whole) = (x.redistribute([Shard(0)])?, w.redistribute([Replicate])?);
         let y = local_map(&[&rows, &whole], [Shard(0)], &[None, Some(vec![Partial(ReduceOp::Sum)])], |t| {
             t[0].sqr()?.broadcast_mul(&t[1])
         })?;
-        assert_eq!((y.shape(), y.to_local().dims()[0]), (&[5, 3][..], [2, 2, 1, 0][world.rank()]));
+        assert_eq!((y.shape(), y.local_shape()[0]), (&[5, 3][..], [2, 2, 1, 0][world.rank()]));
         let direct = x.square()?.mul(&w)?;
         assert!(close(&y.full_tensor()?, &direct.full_tensor()?));
         let (found, expected) = (y.exp()?.log()?.sum_all()?.backward()?, direct.sum_all()?.backward()?);

@@ -171,7 +171,7 @@ impl Model {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn(((4, 3), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
+    DTensor::from_fn((4, 3), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
 }
 
 /// Replaces a layer by twice the layer, whose weight it shares.
@@ -203,7 +203,7 @@ fn a_sharder_replaces_the_module_for_every_caller() {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         mesh.manual_seed(1);
         let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
-        let x = DTensor::from_fn(((3, 8), DType::F64), &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
+        let x = DTensor::from_fn((3, 8), DType::F64, &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
         let once = x.linear(&model.own.w1.weight.get(), None)?;
         let plan = ShardingPlan::new().sharder("own.w1", Doubled).output("own.w1", [("tp", Shard(1))]);
         shard_module(&model, &mesh, &plan)?;
@@ -349,8 +349,8 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
         assert_eq!(model.layers[11].forward(&x)?.placements(), [Shard(0), Shard(1)]);
         let mine = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
         let share = expected.redistribute([Shard(0), Shard(2)])?;
-        assert_eq!((mine.device_mesh().size(), mine.shape()), (1, share.to_local().dims()));
-        assert!(close(&mine.to_local(), &share.to_local()), "6 of 11 classes on one rank, 5 on the other");
+        assert_eq!((mine.device_mesh().size(), mine.shape()), (1, &share.local_shape()[..]));
+        assert!(close(&mine.to_local()?, &share.to_local()?), "6 of 11 classes on one rank, 5 on the other");
         // the gradient reaches all ranks: the sum of local losses is the global loss
         let found = mine.square()?.sum_all()?.backward()?;
         let gradient = found.get(&model.tokens.weight.get())?.full_tensor()?;
@@ -360,7 +360,7 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
         // partial sums are reduced, and a local output stays local
         let sum = DTensor::ones(2, DType::F64, &mesh, [Partial(ReduceOp::Sum), Replicate])?;
         let local = collect_local_shard(&sum)?;
-        assert_eq!(local.to_local().to_vec1::<f64>()?, [1.0, 1.0]);
+        assert_eq!(local.to_local()?.to_vec1::<f64>()?, [1.0, 1.0]);
         assert_eq!(collect_local_shard(&local)?.shape(), [2]);
         Ok(())
     };
@@ -488,7 +488,7 @@ fn ranks_outside_the_mesh_follow_the_plan_without_taking_part() {
         let y = mlp.forward(&DTensor::ones((3, 5), DType::F32, &mesh, [Replicate])?)?;
         y.sum_all()?.backward()?.in_param_layout()?;
         assert_eq!((y.placements(), mlp.down.weight.get().placements()), (&[Replicate][..], &[Shard(1)][..]));
-        assert_eq!(y.to_local().elem_count(), [15, 15, 0][world.rank()]);
+        assert_eq!(y.local_elem_count(), [15, 15, 0][world.rank()]);
         Ok(())
     };
     ThreadWorld::new(3).unwrap().run(program).unwrap();
@@ -505,7 +505,7 @@ fn a_plan_places_parameters_and_outputs_by_sharding_specs() {
         let boxes = EnumerableShardingSpec::new([uneven(0, 0, 4)?, uneven(1, 4, 1)?, uneven(2, 5, 2)?])?;
         let plan = ShardingPlan::new().param("bias", rows()?).param("weight", boxes).output("", rows()?);
         let layer = plan.build(&mesh, |builder| Linear::new(builder, 5, 7))?;
-        assert_eq!(layer.weight.get().to_local().dims(), [[4, 5], [1, 5], [2, 5]][world.rank()]);
+        assert_eq!(layer.weight.get().local_shape(), [[4, 5], [1, 5], [2, 5]][world.rank()]);
         assert_eq!(layer.bias.as_ref().unwrap().get().placements(), [Shard(0)]);
         let x = DTensor::ones((6, 5), DType::F32, &mesh, [Replicate])?;
         let y = layer.forward(&x)?;

@@ -126,8 +126,8 @@ fn run(
     let layer = make(mesh)?;
     let index = |at: &[usize]| at.iter().fold(1, |sum, i| sum * 5 + i * 3);
     let x = match case.below {
-        Some(n) => DTensor::from_fn((case.shape, DType::I64), mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
-        None => DTensor::from_fn((case.shape, DType::F64), mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
+        Some(n) => DTensor::from_fn(case.shape, DType::I64, mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
+        None => DTensor::from_fn(case.shape, DType::F64, mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
     };
     mesh.manual_seed(6);
     let y = layer.forward(&x)?;
@@ -226,7 +226,7 @@ fn uneven_layers_by_columns_and_rows_step_like_one_rank() {
                         };
                         shard_module(&model, mesh, plan)?;
                         let value = |at: &[usize]| (at.iter().fold(1, |sum, i| sum * 5 + i * 3) as f64).sin();
-                        let x = DTensor::from_fn((shape.as_slice(), DType::F64), mesh, [Replicate], value)?;
+                        let x = DTensor::from_fn(shape.as_slice(), DType::F64, mesh, [Replicate], value)?;
                         let y = model.down.forward(&model.up.forward(&x)?.gelu()?)?;
                         let mut all = vec![y.full_tensor()?];
                         let gradients = y.square()?.sum_all()?.backward()?.in_param_layout()?;

@@ -44,18 +44,17 @@ impl Net {
         };
         for param in [&net.up.weight, &net.down.weight] {
             let placed = vec![Replicate; mesh.ndim()];
-            param.set(&DTensor::from_fn((param.shape(), DType::F32), mesh, placed, weight)?)?;
+            param.set(&DTensor::from_fn(param.shape(), DType::F32, mesh, placed, weight)?)?;
         }
         Ok(net)
     }
 
     fn backward(&self, batch: &[Placement], micro_batch: usize, options: BackwardOptions<'_>) -> Result<Gradients> {
         let mesh = self.up.weight.get().device_mesh().clone();
-        let rows = |columns: usize| ((ROWS, columns), DType::F32);
-        let x = DTensor::from_fn(rows(SIZES[0]), &mesh, batch.to_vec(), input(micro_batch))?;
-        let scale = DTensor::from_fn(rows(SIZES[2]), &mesh, batch.to_vec(), cotangent)?;
+        let x = DTensor::from_fn((ROWS, SIZES[0]), DType::F32, &mesh, batch.to_vec(), input(micro_batch))?;
+        let scale = DTensor::from_fn((ROWS, SIZES[2]), DType::F32, &mesh, batch.to_vec(), cotangent)?;
         let y = self.down.forward(&self.up.forward(&x)?)?;
-        y.to_dtype(DType::F32)?.mul(&scale)?.sum_all()?.backward_options(options)
+        y.to_dtype(DType::F32)?.mul(&scale)?.sum_all()?.backward_with(options)
     }
 }
 

@@ -461,7 +461,7 @@ fn check(mesh: &DeviceMesh, case: &Value, placement: &Placement, sharded: bool) 
         let shape = output.shape().to_vec();
         let weight =
             move |at: &[usize]| (at.iter().zip(&shape).fold(0, |flat, (i, n)| flat * n + i) as f64 + 1.0).cos();
-        let weights = DTensor::from_fn((output.shape(), DType::F64), mesh, [Replicate], weight)?;
+        let weights = DTensor::from_fn(output.shape(), DType::F64, mesh, [Replicate], weight)?;
         let part = output.mul(&weights)?.sum_all()?;
         loss = Some(loss.map_or(Ok(part.clone()), |loss| loss.add(&part))?);
     }

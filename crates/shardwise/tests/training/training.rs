@@ -159,7 +159,7 @@ fn second_derivatives_are_gradients_of_gradients() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let layout = [Shard(0)];
-        let x = DTensor::from_fn((6, DType::F64), &mesh, layout.clone(), |i| 0.3 * i[0] as f64 - 0.7)?.requires_grad();
+        let x = DTensor::from_fn(6, DType::F64, &mesh, layout.clone(), |i| 0.3 * i[0] as f64 - 0.7)?.requires_grad();
         // (tanh(x)^3)'' = 6 t (1 - t^2)^2 - 6 t^3 (1 - t^2), and the same of products, softmax and norms by differences
         let first = x.tanh()?.pow_scalar(3.0)?.sum_all()?.backward_graph()?;
         let second = first.get(&x)?.sum_all()?.backward()?;
@@ -172,12 +172,12 @@ fn second_derivatives_are_gradients_of_gradients() {
             let normed = rows.layer_norm(1, None, None, 0.1)?.mul(&rows.softmax(-1)?)?;
             rows.matmul(&rows.t()?)?.sum_all()?.add(&normed.gelu()?.mul(&rows)?.sum_all()?)
         };
-        let weights = DTensor::from_fn((6, DType::F64), &mesh, layout, |i| 1.0 + i[0] as f64)?;
+        let weights = DTensor::from_fn(6, DType::F64, &mesh, layout, |i| 1.0 + i[0] as f64)?;
         let slope = |x: &DTensor| loss(x)?.backward_graph()?.get(x)?.mul(&weights)?.sum_all();
         let second = slope(&x)?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f64>()?;
         for (i, second) in second.iter().enumerate() {
             let moved = |step: f64| -> Result<f64> {
-                let unit = DTensor::from_fn((6, DType::F64), &mesh, [Replicate], |at| f64::from(u8::from(at[0] == i)))?;
+                let unit = DTensor::from_fn(6, DType::F64, &mesh, [Replicate], |at| f64::from(u8::from(at[0] == i)))?;
                 let x = x.detach().add(&unit.mul_scalar(step)?)?.requires_grad();
                 slope(&x)?.full_tensor()?.to_scalar().map_err(Error::from)
             };
@@ -193,7 +193,7 @@ fn second_derivatives_are_gradients_of_gradients() {
 fn gradients_flow_through_redistribution_meshes_and_dtypes() {
     let run = |world: World| {
         let (mesh, other) = (world.mesh([("a", 2), ("b", 2)])?, world.mesh([("c", 4)])?);
-        let x = DTensor::from_fn(((4, 6), DType::F64), &mesh, [Shard(0), Shard(1)], |i| (i[0] * 6 + i[1]) as f64)?;
+        let x = DTensor::from_fn((4, 6), DType::F64, &mesh, [Shard(0), Shard(1)], |i| (i[0] * 6 + i[1]) as f64)?;
         let x = x.requires_grad();
         let moved = x.redistribute([Replicate, Shard(0)])?.to_mesh(&other, [Shard(1)])?.to_dtype(DType::F32)?;
         let gradients = moved.square()?.sum_all()?.backward()?;
@@ -284,8 +284,8 @@ fn run_everything(mesh: &DeviceMesh, places: Places, batch: Vec<Placement>) -> R
     mesh.manual_seed(11);
     let model = Everything::new(&Builder::new(mesh).placed(places))?;
     let table = |salt: usize| move |i: &[usize]| ((i[0] * 7 + i[1] * 3 + salt) % 11) as f64;
-    let ids = DTensor::from_fn(((4, 5), DType::I64), mesh, batch.clone(), table(1))?;
-    let targets = DTensor::from_fn(((4, 5), DType::I64), mesh, batch, table(5))?;
+    let ids = DTensor::from_fn((4, 5), DType::I64, mesh, batch.clone(), table(1))?;
+    let targets = DTensor::from_fn((4, 5), DType::I64, mesh, batch, table(5))?;
     let loss = model.loss(&ids, &targets)?;
     let gradients = loss.backward()?.in_param_layout()?;
     let mut all = vec![("loss".to_string(), loss.full_tensor()?)];
@@ -407,11 +407,11 @@ fn gradients_keep_an_explicit_shard_order() {
         let turned = |seed: usize| -> Result<DTensor> {
             let order: &[(usize, &[&str])] = &[(0, &["b", "a"])];
             let layout = Layout::with_shard_order(mesh.mesh(), 8, [Replicate, Shard(0), Shard(0)], order)?;
-            let plain = DTensor::from_fn((8, DType::F64), &mesh, vec![Replicate; 3], |i| (i[0] * seed) as f64)?;
+            let plain = DTensor::from_fn(8, DType::F64, &mesh, vec![Replicate; 3], |i| (i[0] * seed) as f64)?;
             Ok(plain.to_layout(&layout)?.requires_grad())
         };
         let (v, w) = (turned(1)?, turned(3)?);
-        let x = DTensor::from_fn(((16, 8), DType::F64), &mesh, [Shard(0), Shard(1), Shard(1)], |i| {
+        let x = DTensor::from_fn((16, 8), DType::F64, &mesh, [Shard(0), Shard(1), Shard(1)], |i| {
             (i[0] + 10 * i[1]) as f64
         })?;
         let loss = v.mul(&x)?.sum_all()?.add(&w.mul(&x)?.square()?.sum_all()?)?;
@@ -451,21 +451,21 @@ fn extreme_dtypes_and_indices_give_correct_results() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         // class 0 of an unsigned target is an ordinary class
-        let logits = DTensor::from_fn(((4, 3), DType::F64), &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
+        let logits = DTensor::from_fn((4, 3), DType::F64, &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
         let loss = |dtype: DType| -> Result<f64> {
-            let target = DTensor::from_fn((4, dtype), &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;
+            let target = DTensor::from_fn(4, dtype, &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;
             logits.cross_entropy(&target, LossOptions::default())?.item()
         };
         assert_eq!(loss(DType::U8)?, loss(DType::I64)?);
         // products of integers wrap alike in every layout
         for placements in [[Replicate, Replicate], [Shard(1), Shard(0)]] {
             let [left, right] = placements;
-            let a = DTensor::full(100.0, ((1, 4), DType::U8), &mesh, [left])?;
+            let a = DTensor::full(100.0, (1, 4), DType::U8, &mesh, [left])?;
             let b = DTensor::ones((4, 1), DType::U8, &mesh, [right])?;
             assert_eq!(a.matmul(&b)?.full_tensor()?.to_vec2::<u8>()?, [[144]]);
         }
         let x = DTensor::zeros((3, 4), DType::I64, &mesh, [Shard(0)])?;
-        let index = |i: f64| DTensor::full(i, (1, DType::I64), &mesh, [Replicate]);
+        let index = |i: f64| DTensor::full(i, 1, DType::I64, &mesh, [Replicate]);
         let one = DTensor::ones(1, DType::I64, &mesh, [Replicate])?;
         let put = x.index_put(&[&index(1.0)?, &index(-1.0)?], &one, false)?.full_tensor()?.to_vec2::<i64>()?;
         assert_eq!(put, [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]);
@@ -475,8 +475,8 @@ fn extreme_dtypes_and_indices_give_correct_results() {
         // the gradient of a running sum does not cancel
         let y = DTensor::ones(3, DType::F64, &mesh, [Shard(0)])?.requires_grad();
         let weights =
-            DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| if i[0] == 0 { f64::INFINITY } else { 1.0 })?;
-        let gradient = y.cumsum(0)?.backward_with(&weights)?.get(&y)?.full_tensor()?.to_vec1::<f64>()?;
+            DTensor::from_fn(3, DType::F64, &mesh, [Shard(0)], |i| if i[0] == 0 { f64::INFINITY } else { 1.0 })?;
+        let gradient = y.cumsum(0)?.backward_from(&weights)?.get(&y)?.full_tensor()?.to_vec1::<f64>()?;
         assert_eq!(gradient, [f64::INFINITY, 2.0, 1.0]);
         let again = y.cumprod(0)?.sum_all()?.backward_graph();
         assert!(again.unwrap_err().to_string().contains("cumprod"));

@@ -18,7 +18,7 @@ pub(super) fn partial_gradients(world: &World) -> Result<String> {
         let sum = x.square()?.sum_all()?;
         assert_eq!(sum.placements(), [Partial(ReduceOp::Sum)]);
         let sum = match through_local {
-            true => DTensor::from_local(&sum.to_local(), &mesh, sum.placements().to_vec())?,
+            true => DTensor::from_local(&sum.to_local()?, &mesh, sum.placements().to_vec())?,
             false => sum,
         };
         let gradients = sum.square()?.backward()?;
@@ -37,7 +37,7 @@ pub(super) fn partial_sums(world: &World) -> Result<String> {
     let sums =
         |plus: f64| -> Vec<f64> { [28.0, 28.0, 92.0, 92.0, 156.0, 156.0, 220.0, 220.0].map(|sum| sum + plus).into() };
     assert_eq!(all_elements(&(&product + 10.0)?)?, sums(10.0));
-    let bias = DTensor::full(3.0, (2, DType::F64), &mesh, [Replicate])?.requires_grad();
+    let bias = DTensor::full(3.0, 2, DType::F64, &mesh, [Replicate])?.requires_grad();
     let y = (&product + &bias)?;
     assert_eq!(all_elements(&y)?, sums(3.0));
     assert_eq!(all_elements(y.sum_all()?.backward()?.get(&bias)?)?, [4.0; 2]);
@@ -59,7 +59,7 @@ pub(super) fn reduction_type(world: &World) -> Result<String> {
     model.set_mixed_precision(Some(policy))?;
     // Each tensor-parallel rank has one term; 256 and 1 add up to 257, which bf16 does not have.
     let terms = |i: &[usize]| [256.0, 1.0][i[0]];
-    let terms = DTensor::from_fn(((2, 4), DType::BF16), &mesh, [Replicate, Shard(0)], terms)?;
+    let terms = DTensor::from_fn((2, 4), DType::BF16, &mesh, [Replicate, Shard(0)], terms)?;
     let gradients = terms.mul(&model.weight.forward_value()?)?.sum_all()?.backward()?.in_param_layout()?;
     assert_eq!(all_elements(gradients.get(&model.weight.get())?)?, [257.0; 4]);
     Ok("the gradient 256 + 1 of a bf16 weight is 257, which bf16 does not have".into())
@@ -80,12 +80,12 @@ pub(super) fn mixed_accumulation(world: &World) -> Result<String> {
     let policy =
         MixedPrecision { param_dtype: Some(DType::BF16), reduce_dtype: Some(DType::F32), ..Default::default() };
     model.set_mixed_precision(Some(policy))?;
-    let x = DTensor::full(3.0, ((RANKS, 4), DType::F32), &mesh, [Shard(0)])?;
+    let x = DTensor::full(3.0, (RANKS, 4), DType::F32, &mesh, [Shard(0)])?;
     for defer_reduction in [false, true] {
         let options = BackwardOptions { defer_reduction, ..BackwardOptions::default() };
-        let early = model.first.forward(&x)?.sum_all()?.backward_options(options)?;
+        let early = model.first.forward(&x)?.sum_all()?.backward_with(options)?;
         let both = (model.first.forward(&x)? + model.second.forward(&x)?)?.sum_all()?;
-        let sum = early.accumulate(both.backward_options(options)?)?.in_param_layout()?;
+        let sum = early.accumulate(both.backward_with(options)?)?.in_param_layout()?;
         for (param, expected) in [(&model.first.weight, 24.0), (&model.second.weight, 12.0)] {
             let gradient = sum.get(&param.get())?;
             assert_eq!((gradient.dtype(), all_elements(gradient)?), (DType::F32, vec![expected; 16]));
@@ -102,13 +102,13 @@ pub(super) fn other_dimensions(world: &World) -> Result<String> {
             shard_module(&model, mesh, &FullyShard::new(["tp"]).on_dim(1).plan(&model, mesh)?)?;
         }
         let mut optimizer = AdamW::default().over(&model)?;
-        let x = DTensor::from_fn(((RANKS, 5), DType::F32), mesh, [Shard(0)], |i| (i[0] + 3 * i[1]) as f64)?;
+        let x = DTensor::from_fn((RANKS, 5), DType::F32, mesh, [Shard(0)], |i| (i[0] + 3 * i[1]) as f64)?;
         for _ in 0..3 {
             // The gradient is a sum of integers: exact in every order.
             optimizer.step(model.forward(&x)?.sum_all()?.backward()?)?;
         }
         let weight = model.weight.get();
-        Ok((weight.to_local().dims().to_vec(), all_elements(&weight)?))
+        Ok((weight.local_shape().to_vec(), all_elements(&weight)?))
     };
     let (_, expected) = trained(&world.device_mesh(Mesh::from_ranks([("tp", 1)], vec![world.rank()])?)?)?;
     let (local, found) = trained(&line(world)?)?;
@@ -148,8 +148,8 @@ pub(super) fn head_gathers(world: &World) -> Result<String> {
             model.head.set_reshard_after_forward(false, &["tp"]);
         }
         // So many rows that moving the weight costs less than moving them.
-        let x = DTensor::from_fn(((1024, 8), DType::F64), mesh, [Shard(0)], |i| ((i[0] * 8 + i[1]) as f64).sin())?;
-        let targets = |rows: usize| DTensor::from_fn((rows, DType::I64), mesh, [Shard(0)], |i| (i[0] % 32) as f64);
+        let x = DTensor::from_fn((1024, 8), DType::F64, mesh, [Shard(0)], |i| ((i[0] * 8 + i[1]) as f64).sin())?;
+        let targets = |rows: usize| DTensor::from_fn(rows, DType::I64, mesh, [Shard(0)], |i| (i[0] % 32) as f64);
         let hidden = model.body.forward(&x)?.unflatten(0, &[-1, CHUNKS as isize])?;
         world.trace().clear();
         let mut loss = None;

@@ -283,7 +283,7 @@ fn alone(world: &World) -> Result<DeviceMesh> {
 /// The numbers 0, 1, 2, ... in row-major order.
 fn counting(mesh: &DeviceMesh, shape: &[usize], placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
     let flat = |index: &[usize]| index.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i) as f64;
-    DTensor::from_fn((shape, DType::F64), mesh, placements, flat)
+    DTensor::from_fn(shape, DType::F64, mesh, placements, flat)
 }
 
 /// What `counting` has on one device.

@@ -21,9 +21,9 @@ pub(super) fn nine_heads(world: &World) -> Result<String> {
         let model = MultiHeadAttention::new(&Builder::new(mesh).dtype(DType::F64), sizes)?;
         shard_module(&model, mesh, &TensorParallel::new("tp").plan(&model, mesh)?)?;
         let x =
-            DTensor::from_fn(((2, 5, 36), DType::F64), mesh, [Replicate], |i| ((i[0] * 5 + i[1]) * 36 + i[2]) as f64)?;
+            DTensor::from_fn((2, 5, 36), DType::F64, mesh, [Replicate], |i| ((i[0] * 5 + i[1]) * 36 + i[2]) as f64)?;
         let y = model.forward(&x.sin()?)?;
-        Ok((all_elements(&y)?, model.named_parameters()[0].1.get().to_local().dims()[0]))
+        Ok((all_elements(&y)?, model.named_parameters()[0].1.get().local_shape()[0]))
     };
     let ((expected, _), (found, rows)) = (run(&one_on_line(world)?)?, run(&line(world)?)?);
     assert!(distance(&found, &expected) < 1e-12);
@@ -67,13 +67,13 @@ pub(super) fn experts(world: &World) -> Result<String> {
         let model = config.build(&Builder::new(mesh).dtype(DType::F64))?;
         shard_module(&model, mesh, &TensorParallel::new("tp").plan(&model, mesh)?)?;
         let tokens = |shift: usize| {
-            DTensor::from_fn(((4, 6), DType::I64), mesh, [Replicate], move |i| {
+            DTensor::from_fn((4, 6), DType::I64, mesh, [Replicate], move |i| {
                 ((i[0] * 7 + i[1] * 3 + shift) % 32) as f64
             })
         };
         let loss = model.batch_loss(&[tokens(0)?, tokens(11)?])?;
         let of_experts = model.named_parameters().into_iter().filter(|(name, _)| name.contains(".experts.experts."));
-        Ok((all_elements(&loss)?, of_experts.map(|(_, param)| param.get().to_local().elem_count()).sum()))
+        Ok((all_elements(&loss)?, of_experts.map(|(_, param)| param.get().local_elem_count()).sum()))
     };
     let ((expected, whole), (found, held)) = (run(&one_on_line(world)?)?, run(&line(world)?)?);
     assert!(distance(&found, &expected) < 1e-12);

@@ -45,7 +45,7 @@ pub(super) fn redistribution_costs(world: &World) -> Result<String> {
 pub(super) fn redistribution_memory(world: &World) -> Result<String> {
     let (mesh, n) = (square(world)?, 512);
     let x = counting(&mesh, &[n, n], [Shard(0), Shard(1)])?;
-    let shard = elements(&x.to_local())?.len();
+    let shard = elements(&x.to_local()?)?.len();
     world.trace().clear();
     let y = x.redistribute([Shard(1), Shard(0)])?;
     assert!(!calls(world).contains(&"all_gather"), "{:?}", calls(world));

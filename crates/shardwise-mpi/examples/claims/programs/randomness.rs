@@ -1,6 +1,6 @@
 //! Random numbers and what depends on them.
 
-use shardwise::models::{DataParallelMode, GptConfig, LanguageModel, ParallelismConfig, batch_placements, build};
+use shardwise::models::{DataParallelMode, GptConfig, ParallelismConfig, batch_placements, build};
 use shardwise::optim::ParamGroup;
 use shardwise::prelude::*;
 
@@ -42,7 +42,7 @@ pub(super) fn training_loss(world: &World) -> Result<String> {
         let mut optimizer = ParamGroup::new(AdamW::default()).with_lr(0.01).over(&model)?;
         let step = |step: usize| {
             let tokens = |shift: usize| move |i: &[usize]| ((i[0] * 11 + (i[1] + shift) * 7 + step * 5) % 32) as f64;
-            let tokens = |shift| DTensor::from_fn(((8, 6), DType::I64), mesh, batch_placements(mesh), tokens(shift));
+            let tokens = |shift| DTensor::from_fn((8, 6), DType::I64, mesh, batch_placements(mesh), tokens(shift));
             let loss = model.loss(&tokens(0)?, &tokens(1)?)?;
             optimizer.step(loss.backward()?)?;
             Ok(loss.item::<f32>()?.into())

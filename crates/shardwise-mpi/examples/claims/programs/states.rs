@@ -30,7 +30,7 @@ pub(super) fn gathered_types(world: &World) -> Result<String> {
     let mesh = line(world)?;
     let rows = ChunkShardingSpec::over_ranks(0, 0..RANKS)?;
     for (dtype, value) in [(DType::F64, 1.0 + 2_f64.powi(-40)), (DType::I64, 2_f64.powi(40) + 1.0)] {
-        let x = ShardedTensor::full(rows.clone(), value, ((8, 2), dtype), &mesh)?;
+        let x = ShardedTensor::full(rows.clone(), value, (8, 2), dtype, &mesh)?;
         let whole = x.gather(0)?;
         assert_eq!(whole.is_some(), world.rank() == 0);
         if let Some(whole) = whole {
@@ -50,7 +50,7 @@ pub(super) fn sharded_optimizer_state(world: &World) -> Result<String> {
     // A sum of integers, so that all layouts have the same gradient; another one in every step, so that the state matters.
     let step = |model: &Linear, optimizer: &mut ShardedOptimizer, number: usize| -> Result<()> {
         let row = |i: &[usize]| ((i[0] * 3 + i[1] + 2 * number) % 5) as f64 - 2.0;
-        let x = DTensor::from_fn(((4, 4), DType::F32), model.weight.get().device_mesh(), [Shard(0), Replicate], row)?;
+        let x = DTensor::from_fn((4, 4), DType::F32, model.weight.get().device_mesh(), [Shard(0), Replicate], row)?;
         optimizer.step(model.forward(&x)?.sum_all()?.backward()?)
     };
     let mesh = square(world)?;

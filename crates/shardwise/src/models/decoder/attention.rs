@@ -172,7 +172,7 @@ fn repeated_key_heads(
     let layout = Layout::from_shard_orders(layout.mesh(), &[heads], &placements, &[sharded.to_vec()])?;
     let mesh = queries.device_mesh();
     let key_head = |i: &[usize]| (i[0] / group) as f64;
-    let key_of = DTensor::from_fn((heads, DType::U32), mesh, placements, key_head)?.to_layout(&layout)?;
+    let key_of = DTensor::from_fn(heads, DType::U32, mesh, placements, key_head)?.to_layout(&layout)?;
     Ok([keys.index_select(1, &key_of)?, values.index_select(1, &key_of)?])
 }
 

@@ -171,7 +171,7 @@ impl Decoder {
         visit(&x)?;
         let padded = padding.map(|padding| {
             let real = move |i: &[usize]| f64::from(u8::from(i[3] >= padding[i[0]]));
-            DTensor::from_fn(((rows, 1, 1, first + length), DType::U8), ids.device_mesh(), batch_placed(ids), real)
+            DTensor::from_fn((rows, 1, 1, first + length), DType::U8, ids.device_mesh(), batch_placed(ids), real)
         });
         // A cache has no documents, and documents no padding on their left.
         let mask = match documents {
@@ -225,7 +225,7 @@ impl Decoder {
         let Some(padding) = padding else { return table.narrow(0, first, length) };
         let padding = padding.to_vec();
         let position = move |i: &[usize]| (first + i[1]).saturating_sub(padding[i[0]]) as f64;
-        let positions = DTensor::from_fn((ids.shape(), DType::U32), ids.device_mesh(), batch_placed(ids), position)?;
+        let positions = DTensor::from_fn(ids.shape(), DType::U32, ids.device_mesh(), batch_placed(ids), position)?;
         table.embedding(&positions)
     }
 }

@@ -126,7 +126,7 @@ impl Composed<'_> {
                 let options =
                     RandomOptions { distribution: Distribution::Bernoulli { p: keep }, generator: Some(&generator) };
                 let replicated = vec![Placement::Replicate; p.placements().len()];
-                let drawn = DTensor::random(options, p.meta(), p.device_mesh(), replicated)?;
+                let drawn = DTensor::random(options, p.shape(), p.dtype(), p.device_mesh(), replicated)?;
                 Some(drawn.mul_scalar(1.0 / keep)?)
             }
             None => None,

@@ -342,6 +342,5 @@ pub(super) fn spread(a: &DTensor) -> Result<DTensor> {
     let [.., m, n] = *a.shape() else { return Ok(a.clone()) };
     let placements = vec![crate::placement::Placement::Replicate; a.placements().len()];
     let steps = |at: &[usize]| if at[0] == at[1] { 3.0 * at[0] as f64 } else { 0.0 };
-    let meta = TensorMeta { shape: vec![m, n], dtype: DType::F64 };
-    a.add(&DTensor::from_fn(meta, a.device_mesh(), placements, steps)?)
+    a.add(&DTensor::from_fn((m, n), DType::F64, a.device_mesh(), placements, steps)?)
 }

@@ -174,7 +174,7 @@ fn finish(call: &Call, inputs: &[DTensor], outputs: &[DTensor], world: &World) -
         DTensor::distribute_tensor(&tensor, output.device_mesh(), whole, None)
     };
     let gradients = if let [(i, output)] = taken[..] {
-        output.backward_with(&weight(i, output)?)?
+        output.backward_from(&weight(i, output)?)?
     } else {
         for (i, output) in taken {
             let part = output.mul(&weight(i, output)?)?.sum_all()?;

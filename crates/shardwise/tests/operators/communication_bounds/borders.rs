@@ -52,7 +52,7 @@ fn run(case: &Case, x: &DTensor) -> Result<(usize, usize, DTensor, DTensor)> {
     let shape: Vec<isize> = y.shape().iter().map(|&n| n as isize).collect();
     let cotangent = cotangent.sin()?.reshape(&shape)?.to_layout(&y.layout().reduced())?;
     world.trace().clear();
-    let gradient = y.backward_with(&cotangent)?.get(&x)?.clone();
+    let gradient = y.backward_from(&cotangent)?.get(&x)?.clone();
     Ok((forward, sent(), y.detach(), gradient))
 }
 

@@ -281,7 +281,7 @@ fn measure(op: &OpEntry, samples: &[SampleInput], chosen: &[Placement], rank: us
             let cotangent = DTensor::zeros(output.shape(), output.dtype(), &mesh, placements)?;
             world.trace().clear();
             let options = BackwardOptions { cotangent: Some(&cotangent), retain_graph: true, ..Default::default() };
-            output.backward_options(options)?;
+            output.backward_with(options)?;
             sent.backward += bytes();
         }
         Ok(sent)

@@ -70,6 +70,6 @@ fn run(case: &Case, world: &World) -> Result<usize> {
     let cotangent = DTensor::distribute_tensor(&case.cotangent.to_tensor(), &mesh, wanted, None)?;
     world.trace().clear();
     run_nodes(&case.nodes, &mut values)?;
-    values[case.output.as_str()].backward_with(&cotangent)?;
+    values[case.output.as_str()].backward_from(&cotangent)?;
     Ok(world.trace().records().iter().map(|r| r.bytes).sum())
 }

@@ -249,7 +249,7 @@ fn integers_are_exact_beyond_53_bits() {
             DTensor::arange(Arange::new(0, 5, 1.5), DType::I64, mesh, [Shard(0)])?.full_tensor()?.to_vec1::<i64>()?,
             [0, 1, 2, 3]
         );
-        assert_eq!(DTensor::full(big, (2, DType::I64), mesh, [Shard(0)])?.full_tensor()?.to_vec1::<i64>()?, [big; 2]);
+        assert_eq!(DTensor::full(big, 2, DType::I64, mesh, [Shard(0)])?.full_tensor()?.to_vec1::<i64>()?, [big; 2]);
         let x = i64s(&[3, 5], mesh)?;
         let of = |t: DTensor| t.full_tensor()?.to_vec1::<i64>().map_err(Error::from);
         let n = (1i64 << 60) + 1;
@@ -282,7 +282,7 @@ fn scalars_outside_the_range_of_a_dtype_are_rejected() {
         (-1.0, DType::I16, Some(-1)),
     ] {
         let full = on_two(move |_, mesh| {
-            let x = DTensor::full(value, (3, dtype), mesh, [Shard(0)])?;
+            let x = DTensor::full(value, 3, dtype, mesh, [Shard(0)])?;
             let whole = x.full_tensor()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
             assert_eq!(whole, vec![whole[0]; 3]);
             Ok(whole[0])
@@ -301,7 +301,7 @@ fn scalars_outside_the_range_of_a_dtype_are_rejected() {
     refused("pad", move |_, mesh| bytes(mesh)?.pad(&[(1, 1)], 300.0));
     refused("clamp from above", move |_, mesh| bytes(mesh)?.clamp(Some(300.0), None));
     refused("clamp from below", move |_, mesh| bytes(mesh)?.clamp(None, Some(-5.0)));
-    refused("from_fn", |_, mesh| DTensor::from_fn((4, DType::I16), mesh, [Shard(0)], |_| f64::NAN));
+    refused("from_fn", |_, mesh| DTensor::from_fn(4, DType::I16, mesh, [Shard(0)], |_| f64::NAN));
     refused("linspace", |_, mesh| {
         DTensor::linspace(Linspace { start: 0.0, end: 300.0, steps: 4 }, DType::U8, mesh, [Shard(0)])
     });
@@ -374,7 +374,7 @@ fn empty_tensors_sum_to_zero_and_have_an_empty_softmax() {
                 assert_eq!(sum.full_tensor()?.to_scalar::<f32>()?.to_bits(), 0);
             }
             assert!(empty.mean(&[], false)?.full_tensor()?.to_scalar::<f32>()?.is_nan());
-            let zeros = DTensor::full(-0.0, (4, DType::F32), mesh, [placement])?;
+            let zeros = DTensor::full(-0.0, 4, DType::F32, mesh, [placement])?;
             assert_eq!(zeros.sum_all()?.full_tensor()?.to_scalar::<f32>()?.to_bits(), 0); // as PyTorch
         }
         for (shape, dim) in [([2, 0], 1), ([0, 2], 0), ([2, 0], 0), ([0, 2], 1)] {

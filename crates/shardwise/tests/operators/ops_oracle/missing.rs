@@ -267,7 +267,7 @@ fn local_placements(
     inputs: &[DTensor],
     expected: &[Tensor],
 ) -> Result<Vec<Vec<Placement>>> {
-    let own = |t: &DTensor| DTensor::from_local_with_shape(&t.to_local(), alone, [Replicate], t.to_local().dims());
+    let own = |t: &DTensor| DTensor::from_local_with_shape(&t.to_local()?, alone, [Replicate], t.local_shape());
     let local = (op.apply)(&inputs.iter().map(own).collect::<Result<Vec<_>>>()?);
     let computed = local.as_ref().is_ok_and(|outputs| outputs.len() == expected.len());
     if !agreed(world, &[computed])?[0] {

@@ -193,7 +193,7 @@ fn operands_of_different_dtypes_are_promoted_before_rounding() {
         // 2^24 + 1 is not an f32: a sum of operands that are converted first would lose the one
         let part = Tensor::full((1i64 << 23) + world.rank() as i64, 3, &candle_core::Device::Cpu)?;
         let whole = DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Sum)])?;
-        let half = DTensor::full(0.5, (3, DType::F64), &mesh, [Replicate])?;
+        let half = DTensor::full(0.5, 3, DType::F64, &mesh, [Replicate])?;
         let sum = whole.add(&half)?;
         assert_eq!((sum.dtype(), sum.full_tensor()?.to_vec1::<f64>()?), (DType::F64, vec![16_777_217.5; 3]));
         let narrow = DTensor::ones(3, DType::BF16, &mesh, [Shard(0)])?;
@@ -305,11 +305,11 @@ fn a_source_longer_than_its_index_is_not_sharded_with_it() {
 fn operands_are_not_converted_to_a_partial_that_no_input_has() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
-        let bytes = DTensor::full(3.0, ((), DType::U8), &mesh, [Partial(ReduceOp::Min)])?;
-        let wholes = DTensor::full(5.0, ((), DType::I64), &mesh, [Partial(ReduceOp::Max)])?;
+        let bytes = DTensor::full(3.0, (), DType::U8, &mesh, [Partial(ReduceOp::Min)])?;
+        let wholes = DTensor::full(5.0, (), DType::I64, &mesh, [Partial(ReduceOp::Max)])?;
         // A mean of integers would be an error.
         assert_eq!(bytes.sub(&wholes)?.item::<i64>()?, -2);
-        let least = DTensor::full(3.0, ((), DType::F32), &mesh, [Partial(ReduceOp::Min)])?;
+        let least = DTensor::full(3.0, (), DType::F32, &mesh, [Partial(ReduceOp::Min)])?;
         assert_eq!(least.add(&wholes)?.placements(), [Replicate]);
         Ok(())
     };

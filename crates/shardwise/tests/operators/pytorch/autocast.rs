@@ -12,7 +12,7 @@ use crate::pytorch::{list, on};
 
 /// Elements that f32 and mostly bf16 hold exactly.
 fn exact(mesh: &DeviceMesh, shape: &[usize], by: [usize; 2], divisor: f64, placement: Placement) -> Result<DTensor> {
-    DTensor::from_fn((shape, DType::F32), mesh, [placement], |index| {
+    DTensor::from_fn(shape, DType::F32, mesh, [placement], |index| {
         let flat = index.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i);
         (((flat * by[0] + by[1]) % 23) as f64 - 11.0) / divisor
     })
@@ -33,7 +33,7 @@ impl Network {
     fn new(mesh: &DeviceMesh, rows: Placement, first: Placement, second: Placement) -> Result<Self> {
         let bias = if first == Shard(0) { Shard(0) } else { Replicate };
         let classes = [1.0, 0.0, 7.0, 3.0, 2.0, 5.0];
-        let target = DTensor::from_fn((6, DType::I64), mesh, [rows.clone()], |index| classes[index[0]])?;
+        let target = DTensor::from_fn(6, DType::I64, mesh, [rows.clone()], |index| classes[index[0]])?;
         let params = [
             exact(mesh, &[12, 8], [5, 1], 16.0, first)?,
             exact(mesh, &[12], [3, 2], 32.0, bias)?,

@@ -10,7 +10,7 @@ use crate::pytorch::{list, on};
 
 /// Real and imaginary parts that are multiples of 1 / `divisor`.
 fn parts(mesh: &DeviceMesh, shape: &[usize], by: [usize; 2], divisor: f64, placement: &Placement) -> Result<DTensor> {
-    DTensor::from_fn((shape, DType::F64), mesh, [placement.clone()], |index| {
+    DTensor::from_fn(shape, DType::F64, mesh, [placement.clone()], |index| {
         let flat = index.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i);
         (((flat * by[0] + by[1]) % 23) as f64 - 11.0) / divisor
     })
@@ -103,7 +103,7 @@ fn arithmetic_and_gradients_are_those_of_pytorch_in_every_layout() {
             let sum = (&(&a * &b.conj()?)? + &(&a / &b)?)?;
             let z = (&sum - &b)?;
             let weights =
-                DTensor::from_fn(((4, 5), DType::F64), &mesh, [Replicate], |at| (at[0] * 5 + at[1] + 1) as f64 / 16.0)?;
+                DTensor::from_fn((4, 5), DType::F64, &mesh, [Replicate], |at| (at[0] * 5 + at[1] + 1) as f64 / 16.0)?;
             let loss = z.matmul(&m)?.abs()?.mul(&weights)?.sum_all()?;
             let loss = loss.add(&z.angle()?.sum_all()?)?.add(&z.real()?.mul(&z.imag()?)?.sum_all()?)?;
             assert_near(&loss, &[LOSS], &what)?;
@@ -175,13 +175,12 @@ fn complex_numbers_are_redistributed_in_one_collective_forward_and_backward() {
             assert_eq!(whole.dims(), [n, 3, 2]);
         }
         // The gradient of the absolute value is that of PyTorch at 0, too.
-        let z =
-            DTensor::from_fn(((2, 2), DType::F64), &mesh, [Replicate], |at| [0.0, 0.0, 3.0, 4.0][at[0] * 2 + at[1]])?
-                .requires_grad();
+        let z = DTensor::from_fn((2, 2), DType::F64, &mesh, [Replicate], |at| [0.0, 0.0, 3.0, 4.0][at[0] * 2 + at[1]])?
+            .requires_grad();
         let gradients = z.view_as_complex()?.abs()?.sum_all()?.backward()?;
         assert_near(gradients.get(&z)?, &[0.0, 0.0, 0.6, 0.8], "at 0")?;
         // Squares of these overflow f32.
-        let large = DTensor::full(1e30, ((3, 2), DType::F32), &mesh, [Shard(0)])?.view_as_complex()?;
+        let large = DTensor::full(1e30, (3, 2), DType::F32, &mesh, [Shard(0)])?.view_as_complex()?;
         assert_eq!(list((&large / &large)?.view_as_real())?, [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
         Ok(())
     });
@@ -247,7 +246,7 @@ fn fourier_transforms_are_those_of_pytorch_in_every_layout() {
                 assert_eq!(y.shape(), shape, "{i} of {placement}");
                 let weighted: f64 = list(y)?.iter().enumerate().map(|(at, value)| (at + 1) as f64 * value).sum();
                 assert!((weighted - sum).abs() < 1e-9, "{i} of {placement}: {weighted}, not {sum}");
-                let weights = DTensor::from_fn((shape, DType::F64), &mesh, [Replicate], |index| {
+                let weights = DTensor::from_fn(shape, DType::F64, &mesh, [Replicate], |index| {
                     (index.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i) % 5 + 1) as f64
                 })?;
                 let part = y.square()?.mul(&weights)?.sum_all()?;
@@ -282,7 +281,7 @@ fn rotations_by_complex_numbers_communicate_nothing() {
         // batch, sequence, heads, pairs of a head
         let shape = [2, 3, 8, 4];
         let angle = |at: &[usize]| (at[0] + 1) as f64 * 0.3 / (at[2] + 1) as f64;
-        let angles = DTensor::from_fn(((3, 1, 2), DType::F64), &mesh, [Replicate], angle)?;
+        let angles = DTensor::from_fn((3, 1, 2), DType::F64, &mesh, [Replicate], angle)?;
         let turns = ComplexTensor::polar(&angles.ones_like()?, &angles)?;
         for placement in [Replicate, Shard(0), Shard(2)] {
             let x = parts(&mesh, &shape, [7, 3], 8.0, &placement)?.requires_grad();

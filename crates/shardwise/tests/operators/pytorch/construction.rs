@@ -27,13 +27,13 @@ fn local_parts_have_the_shape_that_their_placements_say() {
         for (placement, shape) in [(Shard(0), [24, 3]), (Shard(-1), [3, 24]), (Replicate, [3, 3]), (SUM, [3, 3])] {
             let x = DTensor::from_local(&mine, &line, [placement.clone()])?;
             assert_eq!(x.shape(), shape, "{placement}");
-            assert_eq!(rows(&x.to_local()), rows(&mine), "{placement}");
+            assert_eq!(rows(&x.to_local()?), rows(&mine), "{placement}");
             let stored = if placement == Shard(-1) { Shard(1) } else { placement };
             assert_eq!(x.placements(), [stored]);
         }
         for (placements, shape) in [([Shard(0), Shard(1)], [6, 12]), ([Shard(0), Shard(0)], [24, 3])] {
             let x = DTensor::from_local(&mine, &mesh, placements)?;
-            assert_eq!((x.shape(), rows(&x.to_local())), (&shape[..], rows(&mine)));
+            assert_eq!((x.shape(), rows(&x.to_local()?)), (&shape[..], rows(&mine)));
         }
         // 9 rows over 8 ranks: two on four of them, one on the next, none after it
         let count = [2, 2, 2, 2, 1, 0, 0, 0][world.rank()];
@@ -74,12 +74,12 @@ fn every_rank_takes_its_part_of_the_source() {
         };
         let ([by_rows, by_columns], calls) = counted(&world, parts)?;
         assert!(calls.is_empty(), "{calls:?}");
-        assert_eq!(rows(&by_rows.to_local()), [rows(&all)[rank].clone()]);
-        assert_eq!(rows(&by_columns.to_local()), rows(&all.narrow(1, rank, 1)?));
+        assert_eq!(rows(&by_rows.to_local()?), [rows(&all)[rank].clone()]);
+        assert_eq!(rows(&by_columns.to_local()?), rows(&all.narrow(1, rank, 1)?));
         assert_eq!(rows(&all), rows(&table(4, 4)), "the source is unchanged");
         assert_eq!(rows(&by_columns.full_tensor()?), rows(&all));
         let one = DTensor::distribute_tensor(&table(2, 2), &square, [Shard(0), Shard(1)], None)?;
-        assert_eq!(rows(&one.to_local()), [[rank as f64]]);
+        assert_eq!(rows(&one.to_local()?), [[rank as f64]]);
         // every rank brings its own data: that of the source rank counts, or each rank's own
         let mine = full(rank, 5, 3);
         for placement in [Shard(0), Shard(1), Replicate, SUM, Partial(ReduceOp::Avg)] {
@@ -88,7 +88,7 @@ fn every_rank_takes_its_part_of_the_source() {
             let (own, calls) = counted(&world, || DTensor::distribute_tensor(&mine, &line, [placement.clone()], None))?;
             assert!(calls.is_empty(), "{placement}: {calls:?}");
             if !placement.is_partial() {
-                assert!(own.to_local().flatten_all()?.to_vec1::<f64>()?.iter().all(|x| *x == rank as f64));
+                assert!(own.to_local()?.flatten_all()?.to_vec1::<f64>()?.iter().all(|x| *x == rank as f64));
             }
         }
         // too few placements, a reduction that the type does not have, a dimension that the tensor does not have
@@ -131,13 +131,13 @@ fn factories_fill_even_uneven_and_empty_shapes() {
                 for (x, value) in [
                     (DTensor::ones(shape, DType::F32, &line, p())?, 1.0),
                     (DTensor::zeros(shape, DType::F32, &line, p())?, 0.0),
-                    (DTensor::full(123.4, (shape, DType::F64), &line, p())?, 123.4),
+                    (DTensor::full(123.4, shape, DType::F64, &line, p())?, 123.4),
                 ] {
                     assert_eq!((x.placements(), list(&x)?), (&p()[..], vec![value; count]));
-                    assert_eq!(x.to_local().dims(), x.layout().local_shape(world.rank()));
+                    assert_eq!(x.local_shape(), x.layout().local_shape(world.rank()));
                 }
                 let empty = DTensor::empty(shape, DType::F32, &line, p())?;
-                assert_eq!(empty.to_local().dims(), empty.layout().local_shape(world.rank()));
+                assert_eq!(empty.local_shape(), empty.layout().local_shape(world.rank()));
                 // of the same kind as one tensor, another type leaves that alone
                 let like = DTensor::ones(shape, DType::F32, &line, p())?;
                 for (y, value) in [(like.full_like(42.0)?, 42.0), (like.zeros_like()?, 0.0), (like.ones_like()?, 1.0)] {
@@ -156,11 +156,11 @@ fn factories_fill_even_uneven_and_empty_shapes() {
             (vec![Shard(0), Shard(1)], [[16, 2], [16, 1], [15, 2], [15, 1]]),
         ] {
             let x = DTensor::zeros((31, 3), DType::F32, &square, placements)?;
-            assert_eq!(x.to_local().dims(), parts[world.rank()]);
+            assert_eq!(x.local_shape(), parts[world.rank()]);
         }
         for (rows, parts) in [(32, [8, 8, 8, 8]), (31, [8, 8, 8, 7])] {
             let x = DTensor::zeros((rows, 3), DType::F32, &line, [Shard(0)])?;
-            assert_eq!(x.to_local().dims(), [parts[world.rank()], 3]);
+            assert_eq!(x.local_shape(), [parts[world.rank()], 3]);
         }
         Ok(())
     });
@@ -171,7 +171,7 @@ fn strided_shards_hold_the_elements_that_pytorch_gives_them() {
     on(4, |world| {
         let (line, square) = (world.mesh([("a", 4)])?, world.mesh([("a", 2), ("b", 2)])?);
         let eight = Tensor::arange(0f64, 8.0, &Device::Cpu)?;
-        let local = |x: &DTensor| -> Result<Vec<f64>> { Ok(x.to_local().flatten_all()?.to_vec1()?) };
+        let local = |x: &DTensor| -> Result<Vec<f64>> { Ok(x.to_local()?.flatten_all()?.to_vec1()?) };
         for (factor, parts) in [
             (1, [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]),
             (2, [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]]),
@@ -190,7 +190,7 @@ fn strided_shards_hold_the_elements_that_pytorch_gives_them() {
             )?;
             assert_eq!(local(&x)?, parts);
             // the same from the parts themselves, which moves nothing
-            let mine = x.to_local();
+            let mine = x.to_local()?;
             let again =
                 || DTensor::from_local_with_shape(&mine, &square, [Placement::strided(dim, 2), Shard(dim)], x.shape());
             let (again, calls) = counted(&world, again)?;
@@ -203,7 +203,7 @@ fn strided_shards_hold_the_elements_that_pytorch_gives_them() {
             let held = strided.layout().global_indices(world.rank(), 1);
             let mine: Vec<Vec<f64>> =
                 rows(&whole.full_tensor()?).iter().map(|row| held.iter().map(|i| row[*i]).collect()).collect();
-            assert_eq!(strided.to_local().flatten_all()?.to_vec1::<f64>()?, mine.concat());
+            assert_eq!(strided.to_local()?.flatten_all()?.to_vec1::<f64>()?, mine.concat());
             assert_eq!(list(&strided.redistribute([Replicate, Replicate])?)?, list(&whole)?);
         }
         Ok(())

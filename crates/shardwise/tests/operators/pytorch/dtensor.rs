@@ -29,7 +29,7 @@ fn local_parts_on_three_axes_multiply_the_dimensions_that_are_sharded() {
             [([Shard(0), Shard(1), Shard(2)], [6, 6, 6]), ([Shard(0), Shard(0), Shard(2)], [12, 3, 6])]
         {
             let x = DTensor::from_local(&ones(&[3, 3, 3]), &mesh, placements)?;
-            assert_eq!((x.shape(), x.to_local().dims()), (&shape[..], &[3, 3, 3][..]));
+            assert_eq!((x.shape(), x.local_shape()), (&shape[..], &[3, 3, 3][..]));
             assert_eq!(x.device_mesh().device_type(), "cpu");
         }
         Ok(())
@@ -42,9 +42,9 @@ fn plain_code_before_between_and_after_is_one_graph() {
         let mesh = world.mesh([("a", 4)])?;
         let x = DTensor::from_local(&ones(&[3, 3]), &mesh, [Shard(0)])?.requires_grad();
         // x 3, a plain sum with 8, x 6, and plain again
-        let plain = ((x.to_local() * 3.0)? + 8.0)?;
+        let plain = ((x.to_local()? * 3.0)? + 8.0)?;
         let middle = (DTensor::from_local(&plain, &mesh, [Shard(0)])? * 6.0)?;
-        let after = DTensor::from_local(&(middle.to_local() + 1.0)?, &mesh, [Shard(0)])?;
+        let after = DTensor::from_local(&(middle.to_local()? + 1.0)?, &mesh, [Shard(0)])?;
         let grads = after.sum_all()?.backward()?;
         assert_eq!(list(grads.get(&x)?)?, [18.0; 36]);
         Ok(())
@@ -96,12 +96,12 @@ fn ranks_outside_a_mesh_hold_nothing_and_never_wait() {
         let inside = mesh.my_coordinate().is_some();
         let x = DTensor::from_local(&ones(&[3, 4]), &mesh, [Shard(0)])?;
         assert_eq!((x.shape(), x.placements()), (&[6, 4][..], &[Shard(0)][..]));
-        assert_eq!(x.to_local().elem_count(), if inside { 12 } else { 0 });
+        assert_eq!(x.local_elem_count(), if inside { 12 } else { 0 });
         let y = (&x + 2.0)?;
-        assert_eq!(y.to_local().elem_count(), if inside { 12 } else { 0 });
+        assert_eq!(y.local_elem_count(), if inside { 12 } else { 0 });
         // S(0) to R and back
         let back = y.redistribute([Replicate])?.redistribute([Shard(0)])?;
-        assert_eq!(back.to_local().elem_count(), if inside { 12 } else { 0 });
+        assert_eq!(back.local_elem_count(), if inside { 12 } else { 0 });
         // a rank outside has no elements to compare: it gets an answer that is the same on all ranks, or an error
         assert!(!back.equal(&y.narrow(0, 0, 3)?)? && !back.equal(&y.to_dtype(DType::F32)?)?);
         for (found, expected) in [(back.equal(&y), true), (back.equal(&x), false), (back.allclose(&y, 0.0, 0.0), true)]
@@ -118,7 +118,7 @@ fn ranks_outside_a_mesh_hold_nothing_and_never_wait() {
         }
         let parts = y.split(3, 0)?;
         assert_eq!(parts.iter().map(|p| p.shape().to_vec()).collect::<Vec<_>>(), [vec![3, 4], vec![3, 4]]);
-        assert!(inside || parts.iter().all(|part| part.to_local().elem_count() == 0));
+        assert!(inside || parts.iter().all(|part| part.local_elem_count() == 0));
         // another number of dimensions is found on every rank
         assert!(DTensor::from_local(&ones(&[3]), &mesh, [Shard(1)]).is_err());
         world.barrier()
@@ -132,11 +132,11 @@ fn factories_on_some_ranks_of_the_world_fill_those_alone() {
             let mesh = world.device_mesh(text.parse()?)?;
             let x = DTensor::zeros((32, 3), DType::F32, &mesh, [Shard(0)])?;
             assert_eq!(x.layout().local_shape(world.rank()).first().copied().unwrap_or(0), sizes[world.rank()]);
-            assert_eq!(x.to_local().elem_count(), 3 * sizes[world.rank()]);
+            assert_eq!(x.local_elem_count(), 3 * sizes[world.rank()]);
         }
         let mesh = world.device_mesh("a=2,b=1@0,3".parse()?)?;
         let x = DTensor::zeros((32, 3), DType::F32, &mesh, [Shard(0), Shard(1)])?;
-        assert_eq!(x.to_local().elem_count(), if [0, 3].contains(&world.rank()) { 48 } else { 0 });
+        assert_eq!(x.local_elem_count(), if [0, 3].contains(&world.rank()) { 48 } else { 0 });
         Ok(())
     });
 }
@@ -150,7 +150,7 @@ fn the_mesh_of_a_scope_is_used_by_constructors_and_styles() {
             assert_eq!(x.shape(), [24, 3]);
             with_mesh(&square, || {
                 let y = on_current_mesh::distribute_tensor(&matrix(8, 4), [Shard(0), Shard(1)], None)?;
-                assert_eq!(y.to_local().dims(), [4, 1]);
+                assert_eq!(y.local_shape(), [4, 1]);
                 let mlp = Mlp::new(&Builder::new(&current_mesh()?), 8, 16, Activation::Relu)?;
                 let (up, down) = (ColwiseParallel::new("tp"), RowwiseParallel::new("tp"));
                 parallelize_module(&mlp, &current_mesh()?, &[("up", &up), ("down", &down)])?;
@@ -280,7 +280,7 @@ fn a_model_built_in_its_layout_steps_as_one_that_is_sharded_afterwards() {
         };
         mesh.manual_seed(3);
         let built = plan.build(&mesh, |builder| Mlp::new(builder, 5, 1024, Activation::Relu))?;
-        assert_eq!(built.up.weight.get().to_local().dims(), [512, 5]);
+        assert_eq!(built.up.weight.get().local_shape(), [512, 5]);
         mesh.manual_seed(3);
         let sharded = Mlp::new(&Builder::new(&mesh), 5, 1024, Activation::Relu)?;
         shard_module(&sharded, &mesh, &plan)?;
@@ -293,14 +293,14 @@ fn a_model_built_in_its_layout_steps_as_one_that_is_sharded_afterwards() {
 fn tensors_of_another_type_and_shape_are_made_from_one() {
     on(4, |world| {
         let mesh = world.mesh([("a", 4)])?;
-        let x = DTensor::full(7.0, ((9, 4), DType::F32), &mesh, [Shard(0)])?;
+        let x = DTensor::full(7.0, (9, 4), DType::F32, &mesh, [Shard(0)])?;
         let ((same, other), calls) = counted(&world, || {
             let half = x.zeros_like()?.to_dtype(DType::BF16)?;
-            Ok((half, DTensor::full(42.0, ((3, 3), DType::F32), &mesh, [Replicate])?))
+            Ok((half, DTensor::full(42.0, (3, 3), DType::F32, &mesh, [Replicate])?))
         })?;
         assert_eq!((same.dtype(), same.layout()), (DType::BF16, x.layout()));
         assert_eq!(
-            (x.dtype(), x.to_local().flatten_all()?.to_vec1::<f32>()?.iter().all(|v| *v == 7.0)),
+            (x.dtype(), x.to_local()?.flatten_all()?.to_vec1::<f32>()?.iter().all(|v| *v == 7.0)),
             (DType::F32, true)
         );
         assert_eq!((other.shape(), other.placements()), (&[3, 3][..], &[Replicate][..]));
@@ -336,7 +336,7 @@ fn seeds_are_local_and_drawn_from_alike() {
         assert_ne!(all[0][..4], all[0][4..8]);
         mesh.manual_seed(9);
         let masked = x.redistribute([Replicate])?.dropout(0.2, true)?;
-        let whole = DTensor::from_local(&masked.to_local(), &mesh, [Shard(0)])?.full_tensor()?;
+        let whole = DTensor::from_local(&masked.to_local()?, &mesh, [Shard(0)])?.full_tensor()?;
         for rank in 1..4 {
             assert_eq!(whole.narrow(0, 4 * rank, 4)?.to_vec2::<f32>()?, whole.narrow(0, 0, 4)?.to_vec2::<f32>()?);
         }
@@ -374,7 +374,7 @@ fn stages_have_seeds_of_their_own() {
         let own = mesh.slice(["spmd"])?;
         own.manual_seed(123 + stage as u64);
         let x = DTensor::rand((4, 4), &own, [Shard(0)])?;
-        let all = DTensor::from_local(&x.to_local(), &mesh, [Shard(0), Shard(0)])?.full_tensor()?.to_vec2::<f32>()?;
+        let all = DTensor::from_local(&x.to_local()?, &mesh, [Shard(0), Shard(0)])?.full_tensor()?.to_vec2::<f32>()?;
         let parts: Vec<&[Vec<f32>]> = all.chunks(2).collect();
         assert!((0..4).all(|i| (0..i).all(|j| parts[i] != parts[j])), "{parts:?}");
         Ok(())
@@ -407,7 +407,7 @@ fn a_seed_for_a_mesh_of_other_ranks_changes_nothing() {
 fn draws_with_a_tensor_of_probabilities_are_those_of_one_rank() {
     on(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
-        let share = |placement| DTensor::from_fn(((4, 250), DType::F32), &mesh, [placement], |i| i[0] as f64 / 3.0);
+        let share = |placement| DTensor::from_fn((4, 250), DType::F32, &mesh, [placement], |i| i[0] as f64 / 3.0);
         mesh.manual_seed(11);
         let whole = share(Replicate)?.bernoulli()?;
         let counts = whole.sum(&[1], false)?.full_tensor()?.to_vec1::<f32>()?;

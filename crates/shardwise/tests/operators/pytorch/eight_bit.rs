@@ -38,10 +38,10 @@ fn numbers_round_as_in_pytorch() {
             }
             assert_eq!(list(&f8.to_dtype(DType::F16)?.to_dtype(F8)?)?, list(&f8)?);
         }
-        let nan = DTensor::full(f64::NAN, (3, DType::F32), &mesh, [Shard(0)])?.to_dtype(F8)?;
+        let nan = DTensor::full(f64::NAN, 3, DType::F32, &mesh, [Shard(0)])?.to_dtype(F8)?;
         assert!(list(&nan)?.iter().all(|x| x.is_nan()));
         // Terms of a sum are added up before they are rounded.
-        let terms = DTensor::full(0.07, (3, DType::F32), &mesh, [Replicate])?.redistribute([Partial(ReduceOp::Sum)])?;
+        let terms = DTensor::full(0.07, 3, DType::F32, &mesh, [Replicate])?.redistribute([Partial(ReduceOp::Sum)])?;
         let sum = terms.to_dtype(F8)?;
         assert_eq!((sum.placements(), list(&sum)?), ([Replicate].as_slice(), vec![0.0703125; 3]));
         Ok(())
@@ -52,7 +52,7 @@ fn numbers_round_as_in_pytorch() {
 fn tensors_are_created_moved_compared_and_viewed_but_not_computed_with() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
-        let x = DTensor::from_fn(((5, 3), F8), &mesh, [Shard(0), Shard(1)], |at| (at[0] * 3 + at[1]) as f64)?;
+        let x = DTensor::from_fn((5, 3), F8, &mesh, [Shard(0), Shard(1)], |at| (at[0] * 3 + at[1]) as f64)?;
         let expected: Vec<f64> = (0..15).map(f64::from).collect();
         for to in [[Replicate, Shard(0)], [Shard(1), Replicate], [Shard(0), Shard(0)], [Replicate, Replicate]] {
             let y = x.redistribute(to.clone())?;
@@ -66,7 +66,7 @@ fn tensors_are_created_moved_compared_and_viewed_but_not_computed_with() {
         assert!(DTensor::from_local(&full, &mesh, [Replicate, Replicate])?.equal(&x)?);
         assert_eq!(list(&x.zeros_like()?)?, [0.0; 15]);
         assert!(
-            DTensor::random(Distribution::Normal { mean: 0.0, std: 1.0 }, ((4, 4), F8), &mesh, [Shard(0), Replicate])?
+            DTensor::random(Distribution::Normal { mean: 0.0, std: 1.0 }, (4, 4), F8, &mesh, [Shard(0), Replicate])?
                 .dtype()
                 == F8
         );
@@ -135,7 +135,7 @@ fn checkpoints_keep_the_type_in_every_format() {
 
 /// Elements as PyTorch's answers were computed with.
 fn exact(mesh: &DeviceMesh, shape: [usize; 2], by: [usize; 2], divisor: f64, placement: &Placement) -> Result<DTensor> {
-    DTensor::from_fn((shape.as_slice(), DType::F32), mesh, [placement.clone()], |at| {
+    DTensor::from_fn(shape.as_slice(), DType::F32, mesh, [placement.clone()], |at| {
         ((((at[0] * shape[1] + at[1]) * by[0] + by[1]) % 23) as f64 - 11.0) / divisor
     })
 }
@@ -156,7 +156,7 @@ const BY_LINE: [f64; 16] = [
 fn scaled_products_are_those_of_pytorch_without_communication() {
     on(4, |world| {
         let mesh = world.mesh([("a", 4)])?;
-        let number = |x: f64| DTensor::full(x, ((), DType::F32), &mesh, [Replicate]);
+        let number = |x: f64| DTensor::full(x, (), DType::F32, &mesh, [Replicate]);
         let layouts = [
             (Shard(0), Replicate, Shard(0)),
             (Replicate, Shard(1), Shard(1)),
@@ -233,8 +233,8 @@ fn sharded_tensors_of_f8_are_moved_and_saved_but_not_computed_with() {
         let drawn = ShardedTensor::randn(rows()?, (7, 3), F8, &mesh)?;
         mesh.manual_seed(4);
         let normal = Distribution::Normal { mean: 0.0, std: 1.0 };
-        let of_dtensor = DTensor::random(normal, ((7, 3), F8), &mesh, [Replicate])?;
-        assert_eq!(stored(&drawn.full_tensor()?)?, stored(&of_dtensor.to_local())?);
+        let of_dtensor = DTensor::random(normal, (7, 3), F8, &mesh, [Replicate])?;
+        assert_eq!(stored(&drawn.full_tensor()?)?, stored(&of_dtensor.to_local()?)?);
         let mut filled = ShardedTensor::empty(rows()?, (7, 3), F8, &mesh)?;
         mesh.manual_seed(4);
         filled.init(Init::Normal(0.0, 1.0))?;

@@ -59,7 +59,7 @@ fn grouped_products_of_experts_communicate_nothing_forward_and_once_backward() {
             assert!(y.placements() == [out] && calls.is_empty(), "{what}: {} with {calls:?}", y.layout());
             assert_close(&y, &expected, &what);
             let g = expected.detach().mul_scalar(2.0)?;
-            let (found, calls) = counted(&world, || y.backward_with(&g)?.in_param_layout())?;
+            let (found, calls) = counted(&world, || y.backward_from(&g)?.in_param_layout())?;
             assert!(calls.len() <= backward, "{what}: {calls:?}");
             for (x, w) in x.iter().zip(&whole) {
                 assert_eq!(found.get(x)?.layout(), x.layout(), "{what}");
@@ -73,8 +73,8 @@ fn grouped_products_of_experts_communicate_nothing_forward_and_once_backward() {
         let plain = by_group(&whole[0], &whole[1], &groups)?;
         assert_close(&y, &plain, "experts");
         let g = plain.detach();
-        let (found, calls) = counted(&world, || y.backward_with(&g))?;
-        let wanted = plain.backward_with(&g)?;
+        let (found, calls) = counted(&world, || y.backward_from(&g))?;
+        let wanted = plain.backward_from(&g)?;
         assert!(calls.is_empty() && found.get(&w)?.placements() == [Shard(0)], "{calls:?}");
         assert_close(found.get(&w)?, wanted.get(&whole[1])?, "gradient of experts");
         assert_close(found.get(&x)?, wanted.get(&whole[0])?, "gradient of rows");
@@ -102,13 +102,13 @@ fn groups_of_rows_have_the_values_and_gradients_of_pytorch() {
                 let flat = at.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i);
                 ((flat * 7 + salt * 5) % 13) as f64 / 8.0 - 0.75
             };
-            DTensor::from_fn((shape, DType::F64), &mesh, [placement.clone()], value)
+            DTensor::from_fn(shape, DType::F64, &mesh, [placement.clone()], value)
         };
         for rows in [Replicate, Shard(0), Shard(1), Placement::ragged(0, [3, 2])] {
             for matrices in [Replicate, Shard(0), Shard(1), Shard(2)] {
                 let (x, w) = (of(&[5, 3], 1, &rows)?.requires_grad(), of(&[2, 3, 2], 2, &matrices)?.requires_grad());
                 let y = x.grouped_mm(&w, Some(&ends(&mesh, &[2, 4])?))?;
-                let found = y.backward_with(&of(&[5, 2], 3, &Replicate)?)?;
+                let found = y.backward_from(&of(&[5, 2], 3, &Replicate)?)?;
                 let what = format!("{rows}, {matrices}");
                 assert_eq!(list(&y)?, RESULT, "{what}");
                 assert_eq!(list(found.get(&x)?)?, OF_ROWS, "{what}");

@@ -104,7 +104,7 @@ fn a_product_of_shards_that_are_summed_over_stays_partial() {
         })?;
         assert_eq!((back.placements(), calls.len(), list(&back)?), (&[Shard(0)][..], 0, list(&x)?));
         // a start that is not read does not spread its NaN
-        let nan = DTensor::full(f64::NAN, ((4, 4, 8), DType::F64), &mesh, [Shard(1)])?;
+        let nan = DTensor::full(f64::NAN, (4, 4, 8), DType::F64, &mesh, [Shard(1)])?;
         let (a, b) = (tensor(&mesh, &[4, 4, 8], &[Shard(2)])?, tensor(&mesh, &[4, 8, 8], &[Shard(1)])?);
         let y = nan.baddbmm(&a, &b, 0.0, 0.5)?;
         assert!(y.allclose(&(replicated(&a)?.bmm(&replicated(&b)?)? * 0.5)?, 1e-12, 1e-12)?);

@@ -121,7 +121,7 @@ fn a_shard_of_one_row_combines_with_a_replicated_row() {
     on(4, |world| {
         let mesh = world.mesh([("a", 4)])?;
         let (x, y) = (tensor(&mesh, &[1, 8], &[Shard(0)])?, tensor(&mesh, &[1, 8], &[Replicate])?);
-        assert_eq!(x.to_local().elem_count(), if world.rank() == 0 { 8 } else { 0 });
+        assert_eq!(x.local_elem_count(), if world.rank() == 0 { 8 } else { 0 });
         let (sum, calls) = counted(&world, || x.add(&y))?;
         assert!(calls.is_empty() && list(&sum)? == list(&(&y * 2.0)?)?);
         Ok(())

@@ -36,7 +36,7 @@ fn list(x: &DTensor) -> Result<Vec<f64>> {
 
 /// An f64 tensor with other elements at every place, in a layout.
 fn tensor(mesh: &DeviceMesh, shape: &[usize], placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn((shape, DType::F64), mesh, placements.to_vec(), |index| {
+    DTensor::from_fn(shape, DType::F64, mesh, placements.to_vec(), |index| {
         let flat = index.iter().zip(shape).fold(0, |flat, (i, n)| flat * n + i);
         ((flat * 37 + 11) % 101) as f64 / 16.0 - 3.0
     })

@@ -111,7 +111,7 @@ fn steps_of_nadam_radam_and_asgd_are_those_of_pytorch() {
     on(4, |world| {
         let mesh = world.mesh([("dp", 4)])?;
         let tensor = |f: &dyn Fn(usize) -> f64, placement| {
-            DTensor::from_fn((6, DType::F64), &mesh, [placement], |index| f(index[0]))
+            DTensor::from_fn(6, DType::F64, &mesh, [placement], |index| f(index[0]))
         };
         for (group, expected, tolerance) in recorded() {
             let param = Param::new(&tensor(&start, Shard(0))?);
@@ -196,7 +196,7 @@ fn the_arithmetic_of_wide_moments_is_that_of_pytorch() {
 
 /// A parameter of f32 whose gradient is f64, and steps of an optimizer on it.
 fn wide_param(mesh: &DeviceMesh, placement: Placement) -> Result<Param> {
-    let param = Param::new(&DTensor::from_fn((6, DType::F32), mesh, [placement], |index| start(index[0]))?);
+    let param = Param::new(&DTensor::from_fn(6, DType::F32, mesh, [placement], |index| start(index[0]))?);
     param.set_grad_dtype(Some(DType::F64))?;
     param.set_forward_dtype(Some(DType::F64), None);
     Ok(param)
@@ -205,7 +205,7 @@ fn wide_param(mesh: &DeviceMesh, placement: Placement) -> Result<Param> {
 fn wide_steps(param: &Param, optimizer: &mut ShardedOptimizer, steps: std::ops::Range<usize>) -> Result<()> {
     for t in steps {
         let mesh = param.get().device_mesh().clone();
-        let by = DTensor::from_fn((6, DType::F64), &mesh, [Replicate], |index| fine_gradient(index[0], t))?;
+        let by = DTensor::from_fn(6, DType::F64, &mesh, [Replicate], |index| fine_gradient(index[0], t))?;
         let gradients = param.forward_value()?.mul(&by)?.sum_all()?.backward()?;
         assert_eq!(gradients.get(&param.get())?.dtype(), DType::F64);
         optimizer.step(gradients)?;
@@ -254,7 +254,7 @@ fn moments_of_f32_parameters_can_be_f64_and_are_saved_and_loaded_as_such() {
             for wide in [true, false] {
                 let param = wide_param(&mesh, Placement::ragged(0, [1, 5, 0]))?;
                 let [p, ..] = wide_adamw(3);
-                param.set(&DTensor::from_fn((6, DType::F32), &mesh, [Shard(0)], |index| p[index[0]])?)?;
+                param.set(&DTensor::from_fn(6, DType::F32, &mesh, [Shard(0)], |index| p[index[0]])?)?;
                 let group = if wide { group() } else { ParamGroup::new(AdamW::default()) };
                 let mut optimizer = ShardedOptimizer::new([("w".to_string(), param.clone())], group)?;
                 checkpoint::load_into(&world, &at, (&mut optimizer,))?;
@@ -312,8 +312,7 @@ fn one_optimizer_steps_parameters_of_several_meshes() {
         let stepped = |meshes: [(&DeviceMesh, Vec<Placement>); 2]| -> Result<Vec<Vec<f64>>> {
             let mut params = Vec::new();
             for (i, (mesh, placements)) in meshes.into_iter().enumerate() {
-                let value =
-                    DTensor::from_fn(((5, 3), DType::F64), mesh, placements, |at| start(at[0] * 3 + at[1] + i))?;
+                let value = DTensor::from_fn((5, 3), DType::F64, mesh, placements, |at| start(at[0] * 3 + at[1] + i))?;
                 params.push((format!("layer{i}"), Param::new(&value)));
             }
             let group = ParamGroup { lr: 0.05, ..ParamGroup::new(AdamW::default()) };

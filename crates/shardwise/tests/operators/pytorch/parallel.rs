@@ -100,7 +100,7 @@ fn frozen_weights_stay_frozen_and_cost_no_backward_collectives() {
         assert_eq!(rowwise.weight.get().placements(), [Shard(1)]);
         assert!(rowwise.named_parameters().iter().all(|(_, param)| !param.requires_grad()));
         // embedding -> norm -> linear, with what is trainable chosen
-        let ids = DTensor::from_fn(((4, 8), DType::I64), &mesh, [Replicate], |i| ((i[0] * 3 + i[1]) % 16) as f64)?;
+        let ids = DTensor::from_fn((4, 8), DType::I64, &mesh, [Replicate], |i| ((i[0] * 3 + i[1]) % 16) as f64)?;
         for trainable in 0..8usize {
             let (words, norm, out) = (
                 Embedding::new(&builder(&mesh).child("words"), 16, 8)?,
@@ -210,7 +210,7 @@ fn tables_by_columns_and_rows_take_the_collectives_of_pytorch() {
     on(4, |world| {
         let mesh = world.mesh([("tp", 4)])?;
         let ids = |shape: &[usize], below: usize, placement: Placement| {
-            DTensor::from_fn((shape, DType::I64), &mesh, [placement], |i| {
+            DTensor::from_fn(shape, DType::I64, &mesh, [placement], |i| {
                 (i.iter().fold(1, |sum, n| sum * 3 + n) % below) as f64
             })
         };
@@ -271,7 +271,7 @@ fn embeddings_of_reordered_ids_are_reordered_embeddings() {
         for table in [&words, &positions] {
             parallelize_module(table, &mesh, &[("", &ColwiseParallel::new("tp"))])?;
         }
-        let ids = DTensor::from_fn(((7, 13), DType::I64), &mesh, [Replicate], |i| ((i[0] * 5 + i[1]) % 11) as f64)?;
+        let ids = DTensor::from_fn((7, 13), DType::I64, &mesh, [Replicate], |i| ((i[0] * 5 + i[1]) % 11) as f64)?;
         let straight = words.forward(&ids)?.redistribute([Shard(1)])?;
         let turned = words.forward(&ids.t()?)?.redistribute([Shard(0)])?;
         assert!(straight.equal(&turned.transpose(0, 1)?)?);
@@ -309,7 +309,7 @@ fn local_functions_may_communicate_and_take_inputs_of_other_meshes() {
         let y = local_map(&[&rows.redistribute([Shard(1)])?, &w], [SUM], &[], |t| t[0].matmul(&t[1]))?;
         assert_close(&y, &expected, "partial product");
         // a function of the local part that returns a plain number needs no map
-        let mine = x.to_local().sum_all()?.to_scalar::<f64>()?;
+        let mine = x.to_local()?.sum_all()?.to_scalar::<f64>()?;
         assert_eq!(
             world.all_reduce(&Tensor::new(mine, &Device::Cpu)?, ReduceOp::Sum)?.to_scalar::<f64>()?,
             x.sum_all()?.item::<f64>()?
@@ -321,9 +321,9 @@ fn local_functions_may_communicate_and_take_inputs_of_other_meshes() {
         let (w, x) = (tensor(&square, &[8, 8], &[Shard(0), Shard(1)])?, tensor(&mesh, &[8, 16], &[Shard(1)])?);
         let y = local_map(&[&w, &x], [Replicate, Shard(1)], &[], |t| t[1].matmul(&t[0]))?;
         assert_eq!((y.device_mesh() == &square, y.shape()), (true, &[8, 8][..]));
-        assert_eq!(y.to_local().dims(), [8, 4]);
-        let local = x.to_local().matmul(&w.to_local())?;
-        assert_eq!(y.to_local().to_vec2::<f64>()?, local.to_vec2::<f64>()?);
+        assert_eq!(y.local_shape(), [8, 4]);
+        let local = x.to_local()?.matmul(&w.to_local()?)?;
+        assert_eq!(y.to_local()?.to_vec2::<f64>()?, local.to_vec2::<f64>()?);
         Ok(())
     });
 }

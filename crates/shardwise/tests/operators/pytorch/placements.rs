@@ -297,7 +297,7 @@ fn a_difference_with_a_maximum_is_exact_for_infinities() {
         // PyTorch passes the maximum on as a minimum of differences; here -inf - max(3, -inf) would be min(-inf, NaN)
         let mine = Tensor::new(&[if world.rank() == 0 { 3.0 } else { f64::NEG_INFINITY }], &Device::Cpu)?;
         let most = DTensor::from_local_with_shape(&mine, &mesh, [MAX], 1)?;
-        let low = DTensor::full(f64::NEG_INFINITY, (1, DType::F64), &mesh, [Replicate])?;
+        let low = DTensor::full(f64::NEG_INFINITY, 1, DType::F64, &mesh, [Replicate])?;
         let (y, calls) = counted(&world, || low.sub(&most))?;
         assert_eq!((list(&y)?, calls.len() <= 1), (vec![f64::NEG_INFINITY], true));
         Ok(())
@@ -362,7 +362,7 @@ fn lookups_stay_where_the_index_or_the_input_is() {
     on(4, |world| {
         let mesh = world.mesh([("a", 4)])?;
         let index = |shape: &[usize], placement: Placement| {
-            DTensor::from_fn((shape, DType::I64), &mesh, [placement], |i| ((i[0] * 3 + i[1]) % 4) as f64)
+            DTensor::from_fn(shape, DType::I64, &mesh, [placement], |i| ((i[0] * 3 + i[1]) % 4) as f64)
         };
         let whole = tensor(&mesh, &[8, 4], &[Replicate])?;
         for (input, at, most) in [(Replicate, Replicate, 0), (Shard(0), Replicate, 0), (Replicate, Shard(0), 0)] {
@@ -437,16 +437,16 @@ fn class_weights_leave_sharded_classes_where_they_are() {
         let mesh = world.mesh([("tp", 4)])?;
         for shape in [vec![8, 16], vec![8, 16, 12]] {
             let places: Vec<usize> = shape.iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, n)| *n).collect();
-            let target = DTensor::from_fn((places.as_slice(), DType::I64), &mesh, [Replicate], |i| {
+            let target = DTensor::from_fn(places.as_slice(), DType::I64, &mesh, [Replicate], |i| {
                 (i.iter().sum::<usize>() * 7 % 16) as f64
             })?;
-            let weight = DTensor::from_fn((16, DType::F64), &mesh, [Replicate], |i| 0.5 + i[0] as f64 / 8.0)?;
+            let weight = DTensor::from_fn(16, DType::F64, &mesh, [Replicate], |i| 0.5 + i[0] as f64 / 8.0)?;
             for reduction in [Reduction::None, Reduction::Sum, Reduction::Mean] {
                 let options = LossOptions { reduction, ..LossOptions::default() };
                 let run = |logits: &DTensor, weight: &DTensor| logits.cross_entropy_weighted(&target, weight, options);
                 let whole = tensor(&mesh, &shape, &[Replicate])?.requires_grad();
                 let expected = run(&whole, &weight)?;
-                let wanted = expected.backward_with(&expected.detach().ones_like()?)?;
+                let wanted = expected.backward_from(&expected.detach().ones_like()?)?;
                 for placed in [Replicate, Shard(0)] {
                     let weight = weight.redistribute([placed.clone()])?;
                     let logits = tensor(&mesh, &shape, &[Shard(1)])?.requires_grad();

@@ -144,7 +144,7 @@ fn changes_of_the_sharded_dimension_take_no_more_collectives_than_in_pytorch() {
                 let (y, calls) = counted(&world, || x.redistribute(Placement::parse_list(to)?))?;
                 assert!(calls.len() <= most, "{shape:?} from {from} to {to}: {calls:?}");
                 let expected = Layout::new(mesh.mesh(), *shape, Placement::parse_list(to)?)?;
-                assert_eq!(y.to_local().dims(), expected.local_shape(world.rank()));
+                assert_eq!(y.local_shape(), expected.local_shape(world.rank()));
                 assert_eq!(list(&y)?, list(&x)?, "{shape:?} from {from} to {to}");
             }
         }

@@ -148,7 +148,7 @@ fn losses_of_classes_communicate_where_classes_are_sharded_alone() {
         for shape in [vec![8, 16], vec![8, 16, 12]] {
             let places: Vec<usize> = shape.iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, n)| *n).collect();
             let target = |placement: Placement| {
-                DTensor::from_fn((places.as_slice(), DType::I64), &mesh, [placement], |i| {
+                DTensor::from_fn(places.as_slice(), DType::I64, &mesh, [placement], |i| {
                     (i.iter().sum::<usize>() * 7 % 16) as f64
                 })
             };
@@ -158,7 +158,7 @@ fn losses_of_classes_communicate_where_classes_are_sharded_alone() {
                 let expected = whole.cross_entropy(&target(Replicate)?, options)?;
                 let composed = whole.log_softmax(1)?.nll_loss(&target(Replicate)?, options)?;
                 assert_close(&composed, &expected, "a loss in two steps");
-                let wanted = expected.backward_with(&expected.detach().ones_like()?)?;
+                let wanted = expected.backward_from(&expected.detach().ones_like()?)?;
                 for dim in 0..shape.len() as isize {
                     // the target's own dimension of a batch dimension, which lacks the classes
                     let beside = [None, Some(Shard(if dim > 1 { dim - 1 } else { dim }))];

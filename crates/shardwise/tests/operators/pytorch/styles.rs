@@ -43,7 +43,7 @@ fn row_parallel_layers_take_the_collectives_of_pytorch_both_ways() {
             assert_close(found, right, "gradient of the weight");
         }
         // tables by rows and by columns
-        let ids = DTensor::from_fn(((4, 8), DType::I64), &mesh, [Replicate], |i| ((i[0] * 5 + i[1]) % 16) as f64)?;
+        let ids = DTensor::from_fn((4, 8), DType::I64, &mesh, [Replicate], |i| ((i[0] * 5 + i[1]) % 16) as f64)?;
         mesh.manual_seed(2);
         let whole = Embedding::new(&builder(&mesh), 16, 16)?;
         let expected = whole.forward(&ids)?;
@@ -138,7 +138,7 @@ fn initial_weights_are_equal_exactly_where_ranks_hold_the_same_elements() {
             let uniform = Init::Uniform(0.0, 1.2).create(&[8, 8], DType::F64, &mesh, placements.clone())?;
             assert!(list(&uniform)?.iter().all(|x| (0.0..1.2).contains(x)), "{name}");
             for weight in [layer.weight.get(), uniform] {
-                let held = parts(&world, &weight.to_local())?;
+                let held = parts(&world, &weight.to_local()?)?;
                 for (i, a) in held.iter().enumerate() {
                     for (j, b) in held.iter().enumerate() {
                         let same = weight.layout().global_offset(i) == weight.layout().global_offset(j);

@@ -11,9 +11,7 @@ const SUM: Placement = Partial(ReduceOp::Sum);
 
 /// Indices along `dim` that are below the size of that dimension.
 fn picks(mesh: &DeviceMesh, shape: &[usize], below: usize, placement: Placement) -> Result<DTensor> {
-    DTensor::from_fn((shape, DType::I64), mesh, [placement], |i| {
-        (i.iter().fold(1, |sum, n| sum * 5 + n) % below) as f64
-    })
+    DTensor::from_fn(shape, DType::I64, mesh, [placement], |i| (i.iter().fold(1, |sum, n| sum * 5 + n) % below) as f64)
 }
 
 #[test]
@@ -57,7 +55,7 @@ fn scatters_of_replicated_tensors_write_what_plain_loops_do() {
         let x = tensor(&mesh, &[8, 4], &[Replicate])?;
         for dim in [0usize, 1] {
             // a permutation along the dimension: no place is written twice
-            let index = DTensor::from_fn(((4, 4), DType::I64), &mesh, [Replicate], |i| ((i[0] + i[1]) % 4) as f64)?;
+            let index = DTensor::from_fn((4, 4), DType::I64, &mesh, [Replicate], |i| ((i[0] + i[1]) % 4) as f64)?;
             for source in [tensor(&mesh, &[4, 4], &[Replicate])?, x.narrow(0, 0, 4)?.full_like(4.0)?] {
                 let (y, calls) = counted(&world, || x.scatter(dim as isize, &index, &source))?;
                 assert!(calls.is_empty(), "{calls:?}");
@@ -88,7 +86,7 @@ fn writes_at_indices_are_right_where_the_indexed_dimension_is_sharded() {
             let x = tensor(&mesh, &[4, 8], std::slice::from_ref(&placement))?;
             let start = rows(&x.full_tensor()?);
             // the second row is written twice with the same values
-            let (index, values) = (at(&[1, 1, 2])?, DTensor::full(3.0, ((3, 8), DType::F64), &mesh, [Replicate])?);
+            let (index, values) = (at(&[1, 1, 2])?, DTensor::full(3.0, (3, 8), DType::F64, &mesh, [Replicate])?);
             for accumulate in [false, true] {
                 let y = x.index_put(&[&index], &values, accumulate)?;
                 let mut expected = start.clone();
@@ -106,7 +104,7 @@ fn writes_at_indices_are_right_where_the_indexed_dimension_is_sharded() {
         for (a, b) in all.iter().flat_map(|a| all.iter().map(move |b| (a, b))) {
             let x = tensor(&square, &[4, 8], &Placement::parse_list(&format!("{a},{b}"))?)?;
             let number = |n: i64| DTensor::replicate(&Tensor::new(n, &Device::Cpu)?, &square);
-            let value = DTensor::full(7.5, ((), DType::F64), &square, [Replicate, Replicate])?;
+            let value = DTensor::full(7.5, (), DType::F64, &square, [Replicate, Replicate])?;
             let y = x.index_put(&[&number(2)?, &number(5)?], &value, false)?;
             let mut expected = rows(&x.full_tensor()?);
             expected[2][5] = 7.5;
@@ -136,11 +134,11 @@ fn copies_conversions_and_parts_keep_layout_and_values() {
         for placement in [Replicate, Shard(0)] {
             let x = tensor(&mesh, &[9, 4], &[placement])?.requires_grad();
             let copy = x.clone();
-            assert_eq!((copy.layout(), rows(&copy.to_local())), (x.layout(), rows(&x.to_local())));
+            assert_eq!((copy.layout(), rows(&copy.to_local()?)), (x.layout(), rows(&x.to_local()?)));
             assert!(copy.shares_memory(&x));
             let detached = (&x * 2.0)?.detach();
             assert!(!detached.has_gradient() && (&x * 2.0)?.has_gradient());
-            assert_eq!(rows(&detached.to_local()), rows(&(&x * 2.0)?.to_local()));
+            assert_eq!(rows(&detached.to_local()?), rows(&(&x * 2.0)?.to_local()?));
             // there and back; the second time nothing has to be decided
             let there_and_back = || detached.to_dtype(DType::F32)?.to_dtype(DType::BF16);
             let first = there_and_back()?;
@@ -246,7 +244,7 @@ fn indices_are_drawn_by_their_weights_alike_in_every_layout() {
         let weights = [0.0, 1.0, 2.0, 0.0, 5.0];
         let rows = 4001;
         let of = |placement: Placement| {
-            DTensor::from_fn(((rows, 5), DType::F64), &mesh, [Replicate], |i| weights[i[1]] * (1 + i[0] % 7) as f64)?
+            DTensor::from_fn((rows, 5), DType::F64, &mesh, [Replicate], |i| weights[i[1]] * (1 + i[0] % 7) as f64)?
                 .redistribute([placement])
         };
         for replacement in [true, false] {

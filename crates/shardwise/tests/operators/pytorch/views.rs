@@ -41,7 +41,7 @@ fn rows_that_ranks_do_not_divide_are_viewed_in_place() {
                 let signed: Vec<isize> = new.iter().map(|&n| n as isize).collect();
                 let (y, calls) = counted(&world, || x.reshape(&signed))?;
                 assert!(calls.is_empty(), "{rows} rows: {calls:?}");
-                assert_eq!(y.to_local().dims()[0], x.to_local().dims()[0], "{}", y.layout());
+                assert_eq!(y.local_shape()[0], x.local_shape()[0], "{}", y.layout());
                 assert_eq!(list(&y)?, list(&x)?);
             }
         }

@@ -121,7 +121,7 @@ impl Program {
                     let flat = at.iter().zip(&shape).fold(0, |flat, (i, n)| flat * n + i);
                     (values::hash(&[flat, i, 3]) % 33) as f64 / 16.0 - 1.0
                 };
-                let weights = DTensor::from_fn((tensor.shape(), tensor.dtype()), tensor.device_mesh(), whole, weight)?;
+                let weights = DTensor::from_fn(tensor.shape(), tensor.dtype(), tensor.device_mesh(), whole, weight)?;
                 let part = tensor.mul(&weights)?.sum_all()?.to_dtype(DType::F64)?;
                 loss = Some(loss.map_or(Ok(part.clone()), |loss| loss.add(&part))?);
             }
@@ -129,7 +129,7 @@ impl Program {
             let gradients = loss.backward()?;
             let of = |&leaf: &usize| match gradients.get(side(&self.values[leaf])) {
                 Ok(gradient) => gradient.full_tensor(),
-                Err(_) => Ok(self.values[leaf].plain.to_local().zeros_like()?),
+                Err(_) => Ok(self.values[leaf].plain.to_local()?.zeros_like()?),
             };
             self.leaves.iter().map(of).collect()
         };
@@ -358,7 +358,7 @@ impl Program {
             (true, _) => {
                 let rest = |x: &[DTensor]| {
                     let whole = vec![Replicate; x[0].placements().len()];
-                    let seven = DTensor::full(7.0, ((), x[0].dtype()), x[0].device_mesh(), whole)?;
+                    let seven = DTensor::full(7.0, (), x[0].dtype(), x[0].device_mesh(), whole)?;
                     Ok(vec![x[0].remainder(&seven)?])
                 };
                 self.apply("remainder 7", &[value], true, 1.0, rest)?;
@@ -384,7 +384,7 @@ impl Program {
         coarsest: f64,
     ) -> Result<()> {
         let precision = coarsest.max(precision(plain.dtype()));
-        let expected = numbers(&plain.to_local())?;
+        let expected = numbers(&plain.to_local()?)?;
         let peak = expected.iter().filter(|x| x.is_finite()).fold(0.0, |peak: f64, x| peak.max(x.abs()));
         let terms = terms.max(peak).max(1.0);
         let span = if sharded.layout().is_partial() { terms } else { peak };

@@ -59,7 +59,7 @@ impl Transformer {
 pub(crate) fn batch(mesh: &DeviceMesh, length: usize) -> Result<(DTensor, DTensor)> {
     let words = |after: usize| {
         let word = move |at: &[usize]| ((at[0] * 31 + (at[1] + after) * 7) % WORDS) as f64;
-        DTensor::from_fn(((8, length), DType::I64), mesh, [Shard(0), Replicate], word)
+        DTensor::from_fn((8, length), DType::I64, mesh, [Shard(0), Replicate], word)
     };
     Ok((words(0)?, words(1)?))
 }

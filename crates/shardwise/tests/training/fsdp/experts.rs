@@ -30,7 +30,7 @@ fn build(mesh: &DeviceMesh) -> Result<PretrainedModel> {
 fn batch(mesh: &DeviceMesh, placements: &[Placement], step: usize) -> Result<Vec<DTensor>> {
     let tokens = |shift: usize| {
         let token = move |at: &[usize]| ((at[0] * 7 + at[1] * at[1] * 3 + step * 5 + shift) % 32) as f64;
-        DTensor::from_fn(((16, 6), DType::I64), mesh, placements.to_vec(), token)
+        DTensor::from_fn((16, 6), DType::I64, mesh, placements.to_vec(), token)
     };
     Ok(vec![tokens(0)?, tokens(11)?])
 }

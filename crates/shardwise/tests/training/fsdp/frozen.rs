@@ -207,9 +207,7 @@ fn a_transformer_with_any_pattern_of_trained_parameters_communicates_no_more_tha
         let (ours, plain) = (model(&mesh)?, model(&one)?);
         shard_module(&ours, &mesh, &TensorParallel::new("tp").plan(&ours, &mesh)?)?;
         let ids = |mesh: &DeviceMesh, salt: usize| {
-            DTensor::from_fn(((2, 4), DType::I64), mesh, [Replicate], move |i| {
-                ((i[0] * 5 + i[1] * 3 + salt) % 12) as f64
-            })
+            DTensor::from_fn((2, 4), DType::I64, mesh, [Replicate], move |i| ((i[0] * 5 + i[1] * 3 + salt) % 12) as f64)
         };
         ours.eval();
         plain.eval();
@@ -255,7 +253,7 @@ impl Stored {
         };
         let placements = vec![Replicate; mesh.ndim()];
         let weight = |at: &[usize]| ((at[0] * 6 + at[1]) % 13) as f64 / 8.0 - 0.75;
-        net.frozen.weight.set(&DTensor::from_fn(((10, 6), dtype), mesh, placements, weight)?)?;
+        net.frozen.weight.set(&DTensor::from_fn((10, 6), dtype, mesh, placements, weight)?)?;
         net.frozen.weight.set_requires_grad(false);
         Ok(net)
     }

@@ -80,8 +80,7 @@ fn a_gradient_hook_sees_every_complete_gradient_once() {
                 seen.borrow_mut().push(name.clone());
                 gradient.scale(2.0)
             };
-            let doubled =
-                loss()?.backward_options(BackwardOptions { on_gradient: Some(&note), ..Default::default() })?;
+            let doubled = loss()?.backward_with(BackwardOptions { on_gradient: Some(&note), ..Default::default() })?;
             let mut seen = seen.into_inner();
             // the last layer is complete first, unless blocks are recomputed
             assert!(recompute || seen[0].starts_with("head"), "{seen:?}");
@@ -96,7 +95,7 @@ fn a_gradient_hook_sees_every_complete_gradient_once() {
             // an error ends the pass
             let refuse = |_: Gradients| Err(Error::other("refused"));
             let options = BackwardOptions { on_gradient: Some(&refuse), ..Default::default() };
-            assert!(loss()?.backward_options(options).unwrap_err().to_string().contains("refused"));
+            assert!(loss()?.backward_with(options).unwrap_err().to_string().contains("refused"));
         }
         Ok(())
     };
@@ -107,16 +106,16 @@ fn a_gradient_hook_sees_every_complete_gradient_once() {
 fn a_program_replaces_the_reduction_between_replicas() {
     let run = |world: World| {
         let mesh = world.mesh([("rep", 2), ("dp", 2)])?;
-        let weight = DTensor::full(2.0, ((4, 3), DType::F32), &mesh, [Replicate, Shard(0)])?.requires_grad();
+        let weight = DTensor::full(2.0, (4, 3), DType::F32, &mesh, [Replicate, Shard(0)])?.requires_grad();
         // row r of the batch is r + 1; each of four ranks has two rows
-        let x = DTensor::from_fn(((8, 4), DType::F32), &mesh, [Shard(0), Shard(0)], |i| (i[0] + 1) as f64)?;
+        let x = DTensor::from_fn((8, 4), DType::F32, &mesh, [Shard(0), Shard(0)], |i| (i[0] + 1) as f64)?;
         let gradients = x.matmul(&weight)?.sum_all()?.backward()?;
         let own = gradients.get(&weight)?.placements().to_vec();
         assert_eq!(own, [Partial(ReduceOp::Sum), Shard(0)]);
         let replicas = mesh.group(&["rep"])?;
         world.trace().clear();
         let largest = gradients.map(|gradient| {
-            let local = replicas.all_reduce(&gradient.to_local(), ReduceOp::Max)?;
+            let local = replicas.all_reduce(&gradient.to_local()?, ReduceOp::Max)?;
             DTensor::from_local_with_shape(&local, &mesh, [Replicate, Shard(0)], gradient.shape())
         })?;
         let largest = largest.in_param_layout()?;

@@ -100,7 +100,7 @@ fn gradients_are_reduced_and_added_up_in_the_type_that_is_asked_for() {
             layer.set_mixed_precision(Some(policy))?;
             let mut sum: Option<Gradients> = None;
             for _ in 0..micro_batches {
-                let x = DTensor::from_fn(((4, 1), DType::F32), &mesh, [Shard(0)], |i| {
+                let x = DTensor::from_fn((4, 1), DType::F32, &mesh, [Shard(0)], |i| {
                     if i[0] % 2 == 0 { 1.0 } else { 1.0 / 256.0 }
                 })?;
                 let new = layer.forward(&x)?.sum_all()?.backward()?;
@@ -132,24 +132,21 @@ fn gradients_are_reduced_and_added_up_in_the_type_that_is_asked_for() {
 
 #[test]
 fn a_policy_survives_freezing_and_unfreezing() {
-    let run =
-        |world: World| {
-            let mesh = world.mesh([("dp", 2)])?;
-            let layer = Linear::without_bias(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 1, 2)?;
-            layer.set_requires_grad(false);
-            layer
-                .set_mixed_precision(Some(MixedPrecision { reduce_dtype: Some(DType::F32), ..policy(DType::BF16) }))?;
-            let x = DTensor::from_fn(((4, 1), DType::F32), &mesh, [Shard(0)], |i| {
-                if i[0] % 2 == 0 { 1.0 } else { 1.0 / 256.0 }
-            })?;
-            let first = no_grad(|| layer.forward(&x))?;
-            assert_eq!((first.dtype(), first.has_gradient()), (DType::BF16, false));
-            assert!(!layer.forward(&x)?.has_gradient());
-            layer.set_requires_grad(true);
-            let gradients = layer.forward(&x)?.sum_all()?.backward()?;
-            assert_eq!(numbers(&gradients.get(&layer.weight.get())?.full_tensor()?)[0], 2.0 + 1.0 / 128.0);
-            Ok(())
-        };
+    let run = |world: World| {
+        let mesh = world.mesh([("dp", 2)])?;
+        let layer = Linear::without_bias(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 1, 2)?;
+        layer.set_requires_grad(false);
+        layer.set_mixed_precision(Some(MixedPrecision { reduce_dtype: Some(DType::F32), ..policy(DType::BF16) }))?;
+        let x =
+            DTensor::from_fn((4, 1), DType::F32, &mesh, [Shard(0)], |i| if i[0] % 2 == 0 { 1.0 } else { 1.0 / 256.0 })?;
+        let first = no_grad(|| layer.forward(&x))?;
+        assert_eq!((first.dtype(), first.has_gradient()), (DType::BF16, false));
+        assert!(!layer.forward(&x)?.has_gradient());
+        layer.set_requires_grad(true);
+        let gradients = layer.forward(&x)?.sum_all()?.backward()?;
+        assert_eq!(numbers(&gradients.get(&layer.weight.get())?.full_tensor()?)[0], 2.0 + 1.0 / 128.0);
+        Ok(())
+    };
     launch(2, run).unwrap();
 }
 
@@ -251,7 +248,7 @@ fn half_precision_weights_have_gradients_of_another_type_on_request() {
             let mesh = world.mesh([("dp", 2)])?;
             let layer =
                 Linear::without_bias(&Builder::new(&mesh).dtype(DType::BF16).placed(|_, _| vec![Shard(0)]), 1, 2)?;
-            let x = DTensor::from_fn(((4, 1), DType::BF16), &mesh, [Shard(0)], |i| {
+            let x = DTensor::from_fn((4, 1), DType::BF16, &mesh, [Shard(0)], |i| {
                 if i[0] % 2 == 0 { 1.0 } else { 1.0 / 256.0 }
             })?;
             let gradient = || -> Result<(DType, f64)> {

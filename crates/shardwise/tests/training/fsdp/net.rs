@@ -84,8 +84,8 @@ pub(crate) fn batch(
     step: usize,
 ) -> Result<(DTensor, DTensor)> {
     let value = move |i: &[usize], salt: usize| (((i[0] * 7 + i[1] * 3 + salt + step * 5) % 13) as f64 - 6.0) / 8.0;
-    let x = DTensor::from_fn(((ROWS, 6), dtype), mesh, placements.to_vec(), move |i| value(i, 1))?;
-    let target = DTensor::from_fn(((ROWS, 3), dtype), mesh, placements.to_vec(), move |i| value(i, 4))?;
+    let x = DTensor::from_fn((ROWS, 6), dtype, mesh, placements.to_vec(), move |i| value(i, 1))?;
+    let target = DTensor::from_fn((ROWS, 3), dtype, mesh, placements.to_vec(), move |i| value(i, 4))?;
     Ok((x, target))
 }
 

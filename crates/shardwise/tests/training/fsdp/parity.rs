@@ -70,18 +70,18 @@ fn a_shared_weight_is_one_parameter_and_all_its_rows_are_trained() {
             // One parameter, under its first path, in modules, states and optimizers; the other path has its layout.
             let names: Vec<String> = net.named_parameters().into_iter().map(|(name, _)| name).collect();
             assert_eq!(names, ["table.weight", "middle.weight", "middle.bias"]);
-            assert_eq!(net.head.weight.get().to_local().dims(), [[3, 6], [3, 6], [3, 6], [0, 6]][world.rank()]);
+            assert_eq!(net.head.weight.get().local_shape(), [[3, 6], [3, 6], [3, 6], [0, 6]][world.rank()]);
             assert!(net.head.weight.get().shares_memory(&net.table.weight.get()));
             assert_eq!(net.state_dict().len(), 3);
             let (mut ours, mut theirs) = (AdamW::default().over(&net)?, AdamW::default().over(&plain)?);
             assert_eq!(ours.params().count(), 3);
             for _ in 0..3 {
-                let before = numbers(&net.table.weight.get().to_local());
+                let before = numbers(&net.table.weight.get().to_local()?);
                 let gradients = net.loss(&ids(&mesh, Shard(0), rows)?, recompute)?.backward()?;
                 assert_eq!(gradients.len(), 3, "the gradients of both uses are one");
                 ours.step(gradients)?;
                 theirs.step(plain.loss(&ids(&one, Replicate, rows)?, false)?.backward()?)?;
-                let after = numbers(&net.table.weight.get().to_local());
+                let after = numbers(&net.table.weight.get().to_local()?);
                 assert!(before.iter().zip(&after).all(|(a, b)| a != b), "every row of rank {}", world.rank());
             }
             assert_same_parameters(&net, &plain, 1e-9, "tied")?;
@@ -142,7 +142,7 @@ fn a_sharded_model_that_is_converted_trains_in_the_new_type() {
             theirs.step(plain.loss(&x, &target, false)?.backward()?)?;
         }
         for (name, param) in net.named_parameters() {
-            assert_eq!((param.dtype(), param.get().to_local().dtype()), (DType::F64, DType::F64), "{name}");
+            assert_eq!((param.dtype(), param.get().to_local()?.dtype()), (DType::F64, DType::F64), "{name}");
         }
         assert!(ours.state_dict()?.params.values().flat_map(|p| p.tensors.values()).all(|t| t.dtype() == DType::F64));
         assert_same_parameters(&net, &plain, 1e-9, "converted")
@@ -172,13 +172,13 @@ fn layers_that_are_sharded_between_replicated_ones_train_like_one_device() {
             let (x, target) = batch(&mesh, &way.batch(), DType::F64, step)?;
             let gradients = net.loss(&x, &target, false)?.backward()?;
             // Also of what is sharded on dimension 1.
-            assert!(gradients.iter().all(|gradient| gradient.to_local().is_contiguous()));
+            assert!(gradients.iter().all(|gradient| gradient.to_local().unwrap().is_contiguous()));
             ours.step(gradients)?;
             let (x, target) = batch(&one, &[Replicate], DType::F64, step)?;
             theirs.step(plain.loss(&x, &target, false)?.backward()?)?;
         }
         net.check_replicas()?;
-        assert!(net.named_parameters().iter().all(|(_, param)| param.get().to_local().is_contiguous()));
+        assert!(net.named_parameters().iter().all(|(_, param)| param.get().to_local().unwrap().is_contiguous()));
         assert_same_parameters(&net, &plain, 1e-9, "some sharded")
     };
     launch(4, run).unwrap();
@@ -210,7 +210,7 @@ fn chunked_losses_of_several_micro_batches_are_reduced_once() {
             for chunk in 0..2 {
                 let rows = |t: &DTensor| t.narrow(0, ROWS / 2 * chunk, ROWS / 2);
                 let loss = net.head.forward(&rows(&cut)?)?.sub(&rows(&target)?)?.square()?.sum_all()?;
-                let gradients = loss.mul_scalar(1.0 / (3 * ROWS) as f64)?.backward_options(deferred)?;
+                let gradients = loss.mul_scalar(1.0 / (3 * ROWS) as f64)?.backward_with(deferred)?;
                 let part = gradients.get(&cut)?.clone();
                 of_features = Some(match of_features {
                     Some(sum) => part.add(&sum)?,
@@ -219,7 +219,7 @@ fn chunked_losses_of_several_micro_batches_are_reduced_once() {
                 add(gradients)?;
             }
             let cotangent = of_features.expect("two chunks");
-            add(features.backward_options(BackwardOptions { cotangent: Some(&cotangent), ..deferred })?)?;
+            add(features.backward_with(BackwardOptions { cotangent: Some(&cotangent), ..deferred })?)?;
             let (x, target) = batch(&one, &[Replicate], DType::F64, step)?;
             let new = plain.loss(&x, &target, false)?.backward()?;
             expected = Some(match expected {
@@ -256,7 +256,7 @@ fn a_state_is_sharded_and_the_same_before_and_after_a_pass() {
                         (&param.layout(), &param.layout()),
                         "{name}"
                     );
-                    assert!(after[&name].shares_memory(&before[&name]) || after[&name].to_local().elem_count() == 0);
+                    assert!(after[&name].shares_memory(&before[&name]) || after[&name].local_elem_count() == 0);
                     sharded += usize::from(param.layout().placements().iter().any(|p| p.shard_dim().is_some()));
                 }
                 assert!(sharded > 8, "{}: {sharded} sharded", way.name);

@@ -15,7 +15,7 @@ fn gradients(net: &Net, mesh: &DeviceMesh, way: &Way, scaler: &GradScaler, bad: 
     gradients.map(|gradient| {
         let placed = gradient.placements().to_vec();
         let first = move |i: &[usize]| if i.iter().all(|&i| i == 0) { bad } else { 0.0 };
-        gradient.add(&DTensor::from_fn((gradient.shape(), DType::F32), mesh, placed, first)?)
+        gradient.add(&DTensor::from_fn(gradient.shape(), DType::F32, mesh, placed, first)?)
     })
 }
 

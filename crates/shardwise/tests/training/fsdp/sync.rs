@@ -29,7 +29,7 @@ fn micro_batches(
         let (x, target) = batch(mesh, placed, DType::F64, step)?;
         let loss = net.loss(&x, &target, false)?.mul_scalar(1.0 / 3.0)?;
         world.trace().clear();
-        let gradients = loss.backward_options(options)?;
+        let gradients = loss.backward_with(options)?;
         sum = Some(match sum {
             Some(sum) => sum.accumulate(gradients)?,
             None => gradients,
@@ -114,7 +114,7 @@ fn deferral_holds_in_recomputed_blocks_and_pending_gradients_can_be_read_and_cha
         let (x, target) = batch(&mesh, &way.batch(), DType::F64, 0)?;
         let loss = net.loss(&x, &target, true)?;
         world.trace().clear();
-        let pending = loss.backward_options(NO_SYNC)?;
+        let pending = loss.backward_with(NO_SYNC)?;
         assert_eq!(count(&world, "reduce_scatter"), 0);
         let weight = net.blocks[0].up.weight.get();
         assert_eq!(pending.get(&weight)?.placements(), [Partial(ReduceOp::Sum)]);
@@ -155,7 +155,7 @@ fn a_trainer_reduces_once_for_several_batches_on_request() {
             Ok::<_, Error>(model)
         };
         let ids = |salt: usize| {
-            DTensor::from_fn(((32, 8), DType::I64), &mesh, [Shard(0)], move |i| ((i[0] * 3 + i[1] + salt) % 11) as f64)
+            DTensor::from_fn((32, 8), DType::I64, &mesh, [Shard(0)], move |i| ((i[0] * 3 + i[1] + salt) % 11) as f64)
         };
         let batches: Vec<Vec<DTensor>> = (0..3).map(|i| Ok(vec![ids(i)?, ids(i + 1)?])).collect::<Result<_>>()?;
         let mut counts = Vec::new();

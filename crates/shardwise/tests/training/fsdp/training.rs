@@ -140,7 +140,7 @@ fn the_head_may_run_apart_on_chunks_of_the_features() {
         }
         let sum = sum.expect("two chunks");
         let of_features = sum.get(&cut)?.clone();
-        let all = sum.accumulate(features.backward_with(&of_features)?)?;
+        let all = sum.accumulate(features.backward_from(&of_features)?)?;
         let (x, target) = batch(&one, &[Replicate], DType::F64, 0)?;
         let expected = plain.loss(&x, &target, false)?.backward()?;
         assert_same_gradients((&net, &all), (&plain, &expected), 1e-12, "chunks")
