@@ -302,6 +302,13 @@ def one_hot(x, a):
     return F.one_hot(x[0] if x[0].is_floating_point() else x[0].to(torch.int64), a["classes"])
 
 
+def whole_quotient(x, a):
+    if not (x[0].is_floating_point() or x[1].is_floating_point()):
+        if bool((x[1] == -1).any()) and bool((x[0] == torch.iinfo(x[0].dtype).min).any()):
+            raise NotImplementedError("a quotient that the type does not hold: the processor ends PyTorch")
+    return torch.div(x[0], x[1], rounding_mode="trunc")
+
+
 def cast(x, a):
     dtype = DTYPES[a["dtype"]]
     if x[0].is_floating_point() and not dtype.is_floating_point:
@@ -409,7 +416,7 @@ define(FUNCTION, {
     "nan_to_num": lambda x, a: torch.nan_to_num(x[0], a["nan"], a["posinf"], a["neginf"]),
     "pow": lambda x, a: torch.pow(x[0], x[1]),
     # PyTorch rounds quotients of half types before their fraction is dropped
-    "div_trunc": lambda x, a: torch.div(x[0], x[1], rounding_mode="trunc"),
+    "div_trunc": whole_quotient,
     # exact in any type; PyTorch in f32 gives NaN where the quotient is large
     "fmod": lambda x, a: torch.fmod(x[0], x[1]),
     "atan2": lambda x, a: torch.atan2(x[0], x[1]),

@@ -12,7 +12,7 @@
 //! the recorded answers. The full run, with the seeds that come after those of the last one:
 //!
 //! ```text
-//! SHARDWISE_PYTHON=... SHARDWISE_ATTACK_LIVE=1 SHARDWISE_SEED=110000 SHARDWISE_ATTACK_CASES=20000 \
+//! SHARDWISE_PYTHON=... SHARDWISE_ATTACK_LIVE=1 SHARDWISE_SEED=130000 SHARDWISE_ATTACK_CASES=20000 \
 //!     cargo test --workspace --test operators attack
 //! ```
 //!
