@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use candle_core::DType;
 
-use super::{Replayed, backward_pass, first_derivative_only};
+use super::{Replayed, backward_pass};
 use crate::error::{Error, ErrorKind, Result};
 use crate::op::{autocast_dtype, with_autocast};
 use crate::random::{Generator, GeneratorState};
 use crate::rank_context::rank_context;
+use crate::tensor::first_derivative_only;
 use crate::tensor::{
     Backward, DTensor, SaveForBackward, SavedTensors, in_gradient, is_recording, next_number, with_recording,
 };

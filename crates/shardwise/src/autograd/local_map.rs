@@ -2,9 +2,9 @@
 
 use candle_core::{Tensor, Var};
 
-use super::first_derivative_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
+use crate::tensor::first_derivative_only;
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording, placements_hash};
 use shardwise_kernels::contiguous;
 

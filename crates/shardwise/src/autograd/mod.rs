@@ -22,7 +22,7 @@ use crate::layout::Layout;
 use crate::module_scope::{in_module, in_phase, with_reason};
 use crate::placement::{Placement, ReduceOp};
 use crate::rank_context::{RankContext, in_scope, rank_context};
-use crate::tensor::{DTensor, Recording, SavedTensors, Tape, TapeNode, in_gradient, is_recording, with_recording};
+use crate::tensor::{DTensor, Recording, SavedTensors, Tape, TapeNode, in_gradient, with_recording};
 
 /// Why the gradient of a leaf is moved during a backward pass, for the trace.
 static SHARDED_LIKE_LEAF: LazyLock<Arc<str>> = LazyLock::new(|| {
@@ -194,20 +194,6 @@ impl DTensor {
         let whole = vec![Placement::Replicate; self.placements().len()];
         DTensor::full(1.0, self.shape(), self.dtype(), self.device_mesh(), whole)
     }
-}
-
-/// Refuses a recorded backward pass, for calls whose gradient cannot be differentiated again.
-pub(crate) fn first_derivative_only(name: &str) -> Result<()> {
-    if !is_recording() {
-        return Ok(());
-    }
-    let found = format!("the gradient of the gradient of {name}");
-    Err(ErrorKind::Gradient.error(
-        "gradient",
-        found,
-        "a first derivative",
-        "use backward, or operators with second derivatives",
-    ))
 }
 
 /// The gradients at which one backward pass ended.

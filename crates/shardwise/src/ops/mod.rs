@@ -1,100 +1,40 @@
 //! The operators of [`DTensor`](crate::DTensor), one family per file: methods, sharding rule, kernel, gradient. [`ops`] lists them all.
 
-mod accumulate;
-mod activation;
-mod affine;
-mod arrange;
-mod assign;
-mod attention;
-mod band;
-mod binary;
-mod broadcast;
-mod channel_norm;
-mod channels;
-mod class_loss;
-mod complex;
-mod complex_fft;
-mod contraction;
-mod convolution;
-mod custom_elementwise;
-mod data_dependent;
-mod derivative;
-mod distance;
-mod dropout;
-mod dtype;
-mod einsum;
-mod equation;
-mod experts;
-mod fft;
-mod flip;
-mod fold;
-mod fused_rows;
-mod grouped;
-mod index;
-mod index_argument;
-mod indices;
-mod join;
-mod linalg;
-mod linear_activation;
-mod lookup;
-mod local_product;
-mod log_sum;
-mod loss;
-mod margin_loss;
-mod masked;
-mod masked_reduce;
-mod multinomial;
-mod narrow;
-mod normalization;
-mod operators;
-mod order_statistics;
-mod override_rule;
-mod parametrized;
-mod quantized;
-mod reduce;
-mod residual;
-mod resample;
-mod reshape;
-mod scalar;
-mod scaled_mm;
-mod scan;
-mod scan_gradient;
-mod scatter;
-mod scatter_reduce;
-mod shard_statistics;
-mod slice_sums;
-mod sort;
-mod sort_exchange;
-mod special;
-mod statistics;
 mod table;
-mod tensor_product;
-mod ternary;
-mod unary;
-mod view;
-mod windows;
+mod arguments;
+mod gradients;
+mod elementwise;
+mod shapes;
+mod indexing;
+mod products;
+mod reductions;
+mod norms;
+mod losses;
+mod spatial;
+mod attention;
+mod override_rule;
 
+pub use arguments::broadcast::broadcast_shapes;
 pub(crate) use attention::RotaryFrequencies;
 pub use attention::{AttentionOptions, BlockMask, MultiHeadOptions};
-pub use broadcast::broadcast_shapes;
-pub use complex::ComplexTensor;
-pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
-pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
-pub use data_dependent::Unique;
-pub use fft::FftNorm;
-pub use index_argument::{Ellipsis, Index, Indices, NewAxis, strided};
-pub use linalg::{LeastSquares, MatrixNorm, ToleranceOptions};
-pub use linear_activation::Activation;
-pub use lookup::{EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
-pub use loss::{LossOptions, Reduction};
-pub use margin_loss::{CtcOptions, NllOptions, TripletOptions};
+pub use elementwise::complex::ComplexTensor;
+pub use elementwise::custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
+pub use indexing::data_dependent::Unique;
+pub use indexing::index_argument::{Ellipsis, Index, Indices, NewAxis, strided};
+pub use indexing::lookup::{EmbeddingBagMode, EmbeddingBagOptions, EmbeddingOptions};
+pub use indexing::scatter_reduce::ScatterReduce;
+pub use losses::loss::{LossOptions, Reduction};
+pub use losses::margin_loss::{CtcOptions, NllOptions, TripletOptions};
 pub use override_rule::override_rule;
-pub use quantized::{BlockType, QuantizedTensor};
-pub use resample::{GridMode, GridPadding, InterpolateOptions, Interpolation, PadMode};
-pub use scatter_reduce::ScatterReduce;
-pub use statistics::{QuantileInterpolation, Spacing};
+pub use products::fft::FftNorm;
+pub use products::linalg::{LeastSquares, MatrixNorm, ToleranceOptions};
+pub use products::linear_activation::Activation;
+pub use products::quantized::{BlockType, QuantizedTensor};
+pub use reductions::statistics::{QuantileInterpolation, Spacing};
+pub use spatial::convolution::{ConvOptions, ConvTransposeOptions, PerDim};
+pub use spatial::resample::{GridMode, GridPadding, InterpolateOptions, Interpolation, PadMode};
+pub use spatial::windows::PoolOptions;
 pub use table::{OpEntry, PlacementRule, SampleInput};
-pub use windows::PoolOptions;
 
 /// Iterates over all operators, with sample inputs: what tests and `shardwise ops` enumerate.
 pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
@@ -109,67 +49,67 @@ pub fn composed_ops() -> impl Iterator<Item = &'static OpEntry> {
 
 /// All operators by family. The order is that of `shardwise ops`.
 static OPS: [&[OpEntry]; 37] = [
-    unary::OPS,
-    parametrized::OPS,
-    binary::OPS,
-    ternary::OPS,
-    einsum::OPS,
-    grouped::OPS,
-    experts::OPS,
-    affine::OPS,
-    reduce::OPS,
-    normalization::OPS,
-    residual::OPS,
-    loss::OPS,
-    view::OPS,
-    reshape::OPS,
-    narrow::OPS,
-    join::OPS,
-    flip::OPS,
-    band::OPS,
-    lookup::OPS,
-    scatter::OPS,
-    masked::OPS,
-    sort::OPS,
-    scan::OPS,
-    loss::CLASS_OPS,
-    dropout::OPS,
+    elementwise::unary::OPS,
+    elementwise::parametrized::OPS,
+    elementwise::binary::OPS,
+    elementwise::ternary::OPS,
+    products::einsum::OPS,
+    products::grouped::OPS,
+    products::experts::OPS,
+    products::affine::OPS,
+    reductions::reduce::OPS,
+    norms::normalization::OPS,
+    norms::residual::OPS,
+    losses::loss::OPS,
+    shapes::view::OPS,
+    shapes::reshape::OPS,
+    shapes::narrow::OPS,
+    shapes::join::OPS,
+    shapes::flip::OPS,
+    shapes::band::OPS,
+    indexing::lookup::OPS,
+    indexing::scatter::OPS,
+    indexing::masked::OPS,
+    reductions::sort::OPS,
+    reductions::scan::OPS,
+    losses::loss::CLASS_OPS,
+    elementwise::dropout::OPS,
     attention::OPS,
-    convolution::OPS,
-    convolution::POOLING_OPS,
-    linalg::FACTOR_OPS,
-    linalg::QR_OPS,
-    linalg::SOLVE_OPS,
-    linalg::SPECTRAL_OPS,
-    linalg::DETERMINANT_OPS,
-    linalg::INVERSE_OPS,
-    linalg::NORM_OPS,
-    linalg::PRODUCT_OPS,
-    special::UNARY_OPS,
+    spatial::convolution::OPS,
+    spatial::convolution::POOLING_OPS,
+    products::linalg::FACTOR_OPS,
+    products::linalg::QR_OPS,
+    products::linalg::SOLVE_OPS,
+    products::linalg::SPECTRAL_OPS,
+    products::linalg::DETERMINANT_OPS,
+    products::linalg::INVERSE_OPS,
+    products::linalg::NORM_OPS,
+    products::linalg::PRODUCT_OPS,
+    elementwise::special::UNARY_OPS,
 ];
 
 /// Composed operators by family.
 static COMPOSED_OPS: [&[OpEntry]; 22] = [
-    tensor_product::OPS,
-    channels::OPS,
-    masked_reduce::OPS,
+    products::tensor_product::OPS,
+    norms::channels::OPS,
+    reductions::masked_reduce::OPS,
     attention::COMPOSED_OPS,
-    linear_activation::OPS,
-    activation::OPS,
-    arrange::OPS,
-    scatter_reduce::OPS,
-    lookup::COMPOSED_OPS,
-    dropout::COMPOSED_OPS,
-    multinomial::COMPOSED_OPS,
-    windows::OPS,
-    fold::OPS,
-    resample::OPS,
-    margin_loss::OPS,
-    class_loss::OPS,
-    distance::OPS,
-    statistics::OPS,
-    data_dependent::OPS,
-    special::ORDER_OPS,
-    special::BINARY_OPS,
-    fft::OPS,
+    products::linear_activation::OPS,
+    elementwise::activation::OPS,
+    shapes::arrange::OPS,
+    indexing::scatter_reduce::OPS,
+    indexing::lookup::COMPOSED_OPS,
+    elementwise::dropout::COMPOSED_OPS,
+    reductions::multinomial::COMPOSED_OPS,
+    spatial::windows::OPS,
+    spatial::fold::OPS,
+    spatial::resample::OPS,
+    losses::margin_loss::OPS,
+    losses::class_loss::OPS,
+    norms::distance::OPS,
+    reductions::statistics::OPS,
+    indexing::data_dependent::OPS,
+    elementwise::special::ORDER_OPS,
+    elementwise::special::BINARY_OPS,
+    products::fft::OPS,
 ];

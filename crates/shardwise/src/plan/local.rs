@@ -1,10 +1,10 @@
 //! `collect_local_shard`.
 
-use crate::autograd::first_derivative_only;
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::mesh::Mesh;
 use crate::placement::Placement;
+use crate::tensor::first_derivative_only;
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors};
 
 /// Returns this rank's local shard as a tensor on a mesh of this rank only.

@@ -1,41 +1,30 @@
 //! [`DTensor`]: a distributed tensor, that is a layout on a mesh and the local part of this rank.
 
-mod compare;
-mod construct;
 pub mod current_mesh;
-mod factories;
-mod expect;
-mod device_registry;
-mod local_code;
 mod moves;
 mod operand;
-mod provenance;
-mod memory_check;
-mod sequences;
-mod show;
-mod state;
-mod tape;
-mod triangles;
-mod windows;
+mod graph;
+mod create;
+mod read;
 
-pub use construct::FromLocalOptions;
-pub(crate) use construct::{check_replicas, placements_hash};
-pub use device_registry::{DeviceBackend, register_backend};
-pub use expect::check_expectations;
-pub use factories::RandomOptions;
-pub(crate) use factories::{agreed_draw, random_box};
-pub(crate) use memory_check::{check_memory, check_metas, check_whole};
+pub use create::construct::FromLocalOptions;
+pub(crate) use create::construct::{check_replicas, placements_hash};
+pub use create::device_registry::{DeviceBackend, register_backend};
+pub use create::factories::RandomOptions;
+pub(crate) use create::factories::{agreed_draw, random_box};
+pub(crate) use create::memory_check::{check_memory, check_metas, check_whole};
+pub use create::sequences::{Arange, Linspace, Logspace};
+pub use create::windows::WindowFunction;
+pub use graph::tape::{Backward, SaveForBackward, SavedTensors, no_grad};
+pub(crate) use graph::tape::{
+    GradientTypes, PassGradient, Recording, Tape, TapeNode, constants_before, first_derivative_only, in_gradient,
+    is_in_gradient, is_linearizing, is_recording, linearizing, next_number, with_constants_before, with_recording,
+};
 pub use moves::RedistributeOptions;
 pub use operand::Operand;
-pub use sequences::{Arange, Linspace, Logspace};
-pub(crate) use show::{ShownPart, local_text, show_parts};
-pub use state::DTensorState;
-pub use tape::{Backward, SaveForBackward, SavedTensors, no_grad};
-pub(crate) use tape::{
-    GradientTypes, PassGradient, Recording, Tape, TapeNode, constants_before, in_gradient, is_in_gradient,
-    is_linearizing, is_recording, linearizing, next_number, with_constants_before, with_recording,
-};
-pub use windows::WindowFunction;
+pub use read::expect::check_expectations;
+pub(crate) use read::show::{ShownPart, local_text, show_parts};
+pub use read::state::DTensorState;
 
 use std::hash::{Hash, Hasher};
 use std::panic::Location;
@@ -322,7 +311,7 @@ impl DTensor {
     fn to_local_code(&self, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
         match self.value.mesh.world().is_dry() {
             true => Ok(self.local().clone()),
-            false if self.has_gradient() && is_recording() => local_code::leave(self, grad_placements),
+            false if self.has_gradient() && is_recording() => graph::local_code::leave(self, grad_placements),
             false => Ok(own_copy(self.local())?),
         }
     }

@@ -4,14 +4,14 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::memory_check::check_memory;
-use super::tape::is_recording;
 use super::{Backward, DTensor, SaveForBackward, SavedTensors, check_partial, hash_of};
 use crate::comm::{DeviceMesh, Origin, while_redistributing, with_call_origin};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
 use crate::redistribute::{BoxExchange, redistribute};
+use crate::tensor::create::memory_check::check_memory;
+use crate::tensor::graph::tape::is_recording;
 use shardwise_kernels::{own_copy, placeholder};
 
 impl DTensor {

@@ -215,7 +215,7 @@ fn files_are_opened_to_read_in_one_place() {
     let known = [
         "shardwise/src/read_file.rs",
         // A directory is opened to sync it after a save.
-        "shardwise/src/checkpoint/directory.rs",
+        "shardwise/src/checkpoint/catalogs/directory.rs",
         // A lock, of which nothing is read.
         "shardwise-cli/src/train/output_lock.rs",
     ];

@@ -10,10 +10,10 @@ use std::panic::Location;
 
 use candle_core::DType;
 
-use super::scalar::Scalar;
-use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::op::{for_product, product_dtype};
+use crate::ops::arguments::scalar::Scalar;
+use crate::ops::{OpEntry, SampleInput, arguments::dtype};
 use crate::random::Distribution;
 use crate::tensor::{DTensor, agreed_draw};
 use composed::Composed;

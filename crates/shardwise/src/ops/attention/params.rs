@@ -2,7 +2,7 @@
 
 use std::hash::{Hash, Hasher};
 
-use crate::ops::scalar::Scalar;
+use crate::ops::arguments::scalar::Scalar;
 use crate::random::GeneratorState;
 use shardwise_kernels::attention::BlockMask;
 

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::fnv::Fnv;
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
-use crate::ops::scalar::Scalar;
+use crate::ops::arguments::scalar::Scalar;
 use crate::placement::ReduceOp;
 use crate::rank_context::rank_context;
 use crate::rule::{DimSharding, Signature};

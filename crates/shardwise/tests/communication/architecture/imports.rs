@@ -62,6 +62,20 @@ impl Crate {
         cycles
     }
 
+    /// Files in folders of a module that use a file in a later one of these folders.
+    pub(crate) fn uses_of_later_folders(&self, module: &str, folders: &[&str]) -> Vec<String> {
+        let place = |file: &ModulePath| {
+            let [first, folder, ..] = file.as_slice() else { return None };
+            folders.iter().position(|name| first == module && name == folder)
+        };
+        let of_file = |(file, text): (&ModulePath, &String)| {
+            let own = place(file);
+            let later = self.used(file, text).into_iter().filter(move |used| own.is_some() && place(used) > own);
+            later.map(|used| format!("{} uses {}", file.join("::"), used.join("::"))).collect::<Vec<_>>()
+        };
+        self.code.iter().flat_map(of_file).collect()
+    }
+
     fn used(&self, module: &ModulePath, text: &str) -> BTreeSet<ModulePath> {
         let paths = roots(text).into_iter().flat_map(|at| leaves(&text[at..]).0);
         let files = paths.filter_map(|path| self.defining_file(module, &path, 0));

@@ -24,6 +24,24 @@ fn no_import_cycles_between_files() {
 }
 
 #[test]
+fn folders_use_only_folders_declared_above_them() {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let files = Crate::read(&src);
+    let mut turned = Vec::new();
+    for module in ["tensor", "ops", "nn", "checkpoint"] {
+        let declared = declared_modules(&std::fs::read_to_string(src.join(module).join("mod.rs")).unwrap());
+        let folders: Vec<&str> = declared.iter().map(String::as_str).collect();
+        let folders: Vec<&str> = folders.into_iter().filter(|name| src.join(module).join(name).is_dir()).collect();
+        assert!(folders.len() > 1, "no folders in {module}");
+        let wrong = files.uses_of_later_folders(module, &folders);
+        assert!(wrong.is_empty(), "{wrong:#?}");
+        turned.extend(files.uses_of_later_folders(module, &folders.into_iter().rev().collect::<Vec<_>>()));
+    }
+    // In another order much is wrong: the check sees what files use.
+    assert!(turned.len() > 100, "{turned:#?}");
+}
+
+#[test]
 fn the_check_finds_cycles_over_several_lines_and_through_re_exports() {
     let files = |texts: &[(&str, &str)]| {
         let module = |path: &str| path.split("::").filter(|part| !part.is_empty()).map(String::from).collect();

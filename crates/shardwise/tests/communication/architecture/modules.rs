@@ -5,9 +5,9 @@ use std::path::Path;
 /// Files with a walk of their own, and why.
 const BY_HAND: &[(&str, &str)] = &[
     ("models/pretrained.rs", "the walk of the decoder, without a path of its own"),
+    ("nn/layers/recurrent.rs", "names of parameters contain layer and direction"),
+    ("nn/layers/sequential.rs", "layers are named by number"),
     ("nn/module.rs", "what a walk visits, and containers"),
-    ("nn/recurrent.rs", "names of parameters contain layer and direction"),
-    ("nn/sequential.rs", "layers are named by number"),
 ];
 
 #[test]

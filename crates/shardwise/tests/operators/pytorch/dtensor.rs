@@ -29,7 +29,7 @@ fn local_parts_on_three_axes_multiply_the_dimensions_that_are_sharded() {
             [([Shard(0), Shard(1), Shard(2)], [6, 6, 6]), ([Shard(0), Shard(0), Shard(2)], [12, 3, 6])]
         {
             let x = DTensor::from_local(&ones(&[3, 3, 3]), &mesh, placements)?;
-            assert_eq!((x.shape(), x.local_shape()), (&shape[..], &[3, 3, 3][..]));
+            assert_eq!((x.shape(), x.local_shape()), (&shape[..], vec![3, 3, 3]));
             assert_eq!(x.device_mesh().device_type(), "cpu");
         }
         Ok(())
