@@ -16,7 +16,18 @@ const LITTLE_MEMORY: u64 = 512 << 20;
 const LITTLE_SPACE: u64 = 1 << 30;
 
 pub(super) fn findings() -> Vec<Finding> {
-    vec![cores(), memory(), instruction_sets(), devices(), mpi(), files()]
+    vec![build(), cores(), memory(), instruction_sets(), devices(), mpi(), files()]
+}
+
+/// The time of `bench kernels` over the floor was 27 for matmul in a development build.
+fn build() -> Finding {
+    match cfg!(debug_assertions) {
+        true => {
+            let advice = "build with --release: kernels are ten times faster or more";
+            Finding::with(Verdict::Note, "build", "a development build", advice)
+        }
+        false => Finding::ok("build", "optimized"),
+    }
 }
 
 fn cores() -> Finding {

@@ -19,7 +19,9 @@ fn doctor_finds_nothing_wrong_with_a_machine_that_works() {
     let output = doctor(&[], &[]);
     let report = text(&output);
     assert!(output.status.success(), "{report}{}", String::from_utf8_lossy(&output.stderr));
-    for name in ["cores", "memory", "instructions", "devices", "mpi", "files", "self-test", "matmul", "all_reduce"] {
+    for name in
+        ["build", "cores", "memory", "instructions", "devices", "mpi", "files", "self-test", "matmul", "all_reduce"]
+    {
         assert!(report.contains(name), "{name} in {report}");
     }
     let long = report.lines().find(|line| line.chars().count() > 80);

@@ -369,11 +369,18 @@ fn texts_are_tokenized_in_parts_as_they_would_be_whole() {
     while text.len() < 3 << 20 {
         let words = ["the cat", " sat", "", "  indented", "1234", "Ünïcode", "it's", "!!!\n", "\ttab", "end "];
         text += words[rng.random_range(0..words.len())];
-        text += [" ", "\n", "\n\n", "\r\n"][rng.random_range(0..4)];
+        // Few ends of lines are places to divide the text at.
+        let ends = [" ", "\n\n", "\r\n", " \n", "\n ", "\n\t"];
+        text += if rng.random_bool(0.02) { "\n" } else { ends[rng.random_range(0..ends.len())] };
     }
     let long = file_in(&place, "a.txt", text.as_bytes());
     let parts: Vec<_> = Texts::open(&long, "text").unwrap().collect::<Result<_>>().unwrap();
     assert!(parts.len() >= 3 && parts.iter().rev().skip(1).all(|part| !part.is_end));
+    let is_space = |c: Option<char>| c.is_none_or(char::is_whitespace);
+    for pair in parts.windows(2) {
+        let (before, after) = (pair[0].text.strip_suffix('\n').unwrap(), &pair[1].text);
+        assert!(!is_space(before.chars().last()) && !is_space(after.chars().next()), "{after:.9}");
+    }
     assert_eq!(parts.iter().map(|part| part.text.as_str()).collect::<String>(), text);
     let lines = file_in(&place, "b.jsonl", b"{\"text\": \"one two\", \"id\": 1}\n\n{\"text\": \"three\"}\n");
     let empty = file_in(&place, "c.txt", b"");
