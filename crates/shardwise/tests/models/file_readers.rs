@@ -234,6 +234,8 @@ fn files_are_opened_to_read_in_one_place() {
         let text = fs::read_to_string(&path).unwrap();
         let code = text.split("#[cfg(test)]").next().unwrap_or_default();
         for (number, line) in code.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//")) {
+            // Which opens its file by `read_file`.
+            let line = line.replace("TokenFile::open(", "");
             let found = opens.iter().find(|open| line.contains(**open));
             assert!(found.is_none(), "{name}:{}: use shardwise::read_file: {line}", number + 1);
         }

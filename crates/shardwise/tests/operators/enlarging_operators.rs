@@ -229,7 +229,7 @@ const BOUNDED: &[(&str, &str)] = &[
     (
         "as many elements as the input",
         "add_layer_norm add_rms_norm alpha_dropout argsort batch_norm bernoulli celu channel_shuffle cummax cummin cumprod \
-         cumsum diagonal_scatter dropout elu feature_alpha_dropout feature_dropout fft_fftshift fft_ifftshift flip frexp \
+         cumsum diagonal_scatter dropout elu expert_mlp feature_alpha_dropout feature_dropout fft_fftshift fft_ifftshift flip frexp \
          group_norm hardshrink hardsigmoid hardtanh index_add index_copy index_fill index_put index_reduce instance_norm \
          layer_norm leaky_relu log_softmax logcumsumexp logit masked_cumprod masked_cumsum masked_log_softmax masked_normalize \
          masked_scatter masked_softmax masked_softmin mvlgamma nan_to_num native_batch_norm native_group_norm native_layer_norm \
