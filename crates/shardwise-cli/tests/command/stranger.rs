@@ -138,7 +138,7 @@ fn a_path_that_cannot_be_written_is_reported_with_its_cause() {
     for name in ["loss.svg", "losses.jsonl", "config.json"] {
         let blocked = place.at(&format!("blocked-{name}"));
         std::fs::create_dir_all(format!("{blocked}/{name}")).unwrap();
-        fails(&["--out", &blocked], &[&format!("{blocked}/{name}"), "Is a directory"]);
+        fails(&["--out", &blocked], &[&format!("{blocked}/{name}"), "something that is not a file is in its place"]);
     }
     let blocked = place.at("blocked-checkpoints");
     std::fs::create_dir_all(&blocked).unwrap();
