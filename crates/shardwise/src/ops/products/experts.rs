@@ -12,7 +12,7 @@ use crate::ops::arguments::indices::{check_indices, not_integer};
 use crate::ops::products::linear_activation::Activation;
 use crate::ops::products::quantized::{BlockType, QuantizedTensor};
 use crate::ops::{OpEntry, SampleInput};
-use crate::placement::ReduceOp;
+use crate::placement::{Placement, ReduceOp};
 use crate::rule::{DimSharding, Signature};
 use crate::tensor::first_derivative_only;
 use crate::tensor::{DTensor, SaveForBackward};
@@ -348,21 +348,20 @@ pub(in crate::ops) const OPS: &[OpEntry] = &[OpEntry {
     name: NAME,
     samples: expert_samples,
     apply: |x| {
-        // One stack in three roles: with six inputs there would be 75,000 combinations of placements.
-        let (activation, down) = ([Activation::Silu, Activation::GeluTanh][x[0].shape()[0] % 2], x[3].transpose(1, 2)?);
-        Ok(vec![x[0].expert_mlp(&x[1], &x[2], [&x[3], &x[3].mul_scalar(0.5)?, &down], activation)?])
+        // One stack in three roles, and experts by a rule: with six inputs there would be 75,000 combinations of placements.
+        let (activation, down) = ([Activation::Silu, Activation::GeluTanh][x[0].shape()[0] % 2], x[2].transpose(1, 2)?);
+        let (whole, experts) = (vec![Placement::Replicate; x[1].placements().len()], x[2].shape()[0]);
+        let number = |at: &[usize]| ((at[0] * 3 + at[1] * 5) % experts) as f64;
+        let chosen = DTensor::from_fn(x[1].shape(), DType::I64, x[1].device_mesh(), whole, number)?;
+        Ok(vec![x[0].expert_mlp(&chosen, &x[1], [&x[2], &x[2].mul_scalar(0.5)?, &down], activation)?])
     },
 }];
 
 fn expert_samples() -> Vec<Vec<SampleInput>> {
     let sample = |rows: usize, chosen: usize, [experts, hidden, width]: [usize; 3]| {
-        let float = |shape: &[usize]| SampleInput::new(shape, DType::F32);
-        vec![
-            float(&[rows, width]),
-            SampleInput::index(&[rows, chosen], experts),
-            float(&[rows, chosen]),
-            float(&[experts, hidden, width]),
-        ]
+        [&[rows, width][..], &[rows, chosen], &[experts, hidden, width]]
+            .map(|shape| SampleInput::new(shape, DType::F32))
+            .to_vec()
     };
     vec![sample(5, 2, [4, 3, 4]), sample(0, 2, [2, 2, 3])]
 }
