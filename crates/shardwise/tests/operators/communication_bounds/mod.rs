@@ -126,7 +126,7 @@ const CLASSES: &[(&str, Class)] = &[
     ("reshape", Data(0.11, 0.0, "shards that cannot be said of the new shape are moved")),
     ("roll", Data(0.37, 0.04, "of a flattened tensor shards of other dimensions than the first are moved")),
     // Rows and stacks are summed over the width before the activation, so that it is gathered: of one stack in three roles.
-    ("expert_mlp", Matrices(2.8, 2.8)),
+    ("expert_mlp", Matrices(2.9, 2.9)),
     (
         "cat",
         Data(0.5, 0.0, "of tensors sharded on the joined dimension one after the other the result is sharded evenly"),
