@@ -122,7 +122,7 @@ fn a_resumed_run_refuses_hostile_files_in_its_directory() {
             let output = ended(&["train", "--out", &out, "--log", &log, "--resume", "--steps", "6"]);
             let said = String::from_utf8_lossy(&output.stderr);
             assert!(!output.status.success() && output.status.code().is_some(), "{files:?}, {what}: {said}");
-            let last = said.lines().filter(|line| line.starts_with("error")).next_back().unwrap_or_default();
+            let last = said.lines().rfind(|line| line.starts_with("error")).unwrap_or_default();
             let name = files[0].rsplit('/').next().unwrap();
             assert!(last.contains(name) || last.contains("checkpoint"), "{files:?}, {what}: {said}");
             seen += 1;
