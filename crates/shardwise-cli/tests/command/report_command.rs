@@ -118,6 +118,8 @@ fn a_deadline_before_the_first_step_leaves_dumps_and_a_wrong_option_none() {
     let out = place.at("run");
     // No rank comes within a nanosecond of another. On a busy machine it takes some steps until one notices, because ranks that
     // wait let other ranks run a few times before they look at the clock.
+    // Dumps are written into a directory that exists, also if the first call of all is the one that is late.
+    std::fs::create_dir_all(&out).unwrap();
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_shardwise"));
     command.args(["train", "--mesh", "dp=4", "--steps", "3000", "--out", &out]).args(TINY);
     command.env("SHARDWISE_DEADLINE", "0.000000001");
