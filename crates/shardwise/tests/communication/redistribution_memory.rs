@@ -18,8 +18,8 @@ const DTYPE: DType = DType::F32;
 /// What a call allocates apart from tensors, such as the list of boxes of an exchange; far below the smallest shard.
 const OVERHEAD: usize = 24 << 10;
 
-/// The most that any rank may hold, source included, in proportion to its source and its result, whatever the plan: once more as much for
-/// blocks on their way.
+/// The most that any rank may hold on a mesh of one axis, source included, in proportion to its source and its result, whatever the plan:
+/// once more as much for blocks on their way. With every axis it is once more, for what other ranks may still be reading.
 const MOST_TIMES: usize = 2;
 
 /// Shorter runs of elements are copied before they are reduced.
@@ -123,7 +123,7 @@ fn measure(world: &World, mesh: &[usize], shape: [usize; 2], kinds: &[&str]) -> 
             // Apart from what is packed, no step holds more than one of both ends.
             let most = written_steps(&plan).map(|step| bytes(&step.after, rank)).max().unwrap_or(0);
             let steps = plan.steps().iter().map(|step| step.to_string()).collect::<Vec<_>>().join("; ");
-            let is_much = before + peak > MOST_TIMES * (before + after) + OVERHEAD;
+            let is_much = before + peak > (MOST_TIMES + mesh.ndim() - 1) * (before + after) + OVERHEAD;
             let failure = (is_much || peak > bound + OVERHEAD || most > before.max(after)).then(|| {
                 format!(
                     "rank {rank}, {from_name} to {to_name}: a peak of {peak} bytes above the source of {before}; the steps \
